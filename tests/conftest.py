@@ -1,0 +1,28 @@
+"""What every test may use."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def shared_dir(*parts: str) -> Path | None:
+    """Return a path in the optional folder of extra clips and goldens beside the repository, or None."""
+    path = ROOT.parent / "shared"
+    path = path.joinpath(*parts)
+    return path if path.exists() else None
+
+
+@pytest.fixture
+def data_samples() -> Path:
+    return ROOT / "data_samples"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--goldens",
+        action="append",
+        default=[],
+        help="a further folder of golden tensors (*.safetensors with a JSON sidecar each)",
+    )

@@ -1,0 +1,51 @@
+"""The command line: `wamlab COMMAND`. Each command lives in wamlab/cli/ and is imported only when it is called."""
+
+import argparse
+import importlib
+import sys
+
+from wamlab.config import UserError, unknown_name
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("doctor", "what this machine offers, and the cure for what is missing"),
+    "demo": ("demo", "the ladder of speed-ups on a small model, measured now"),
+    "train": ("train", "train from one JSON file, on one process or under torchrun"),
+    "ladder": ("ladder", "run a ladder file, each row in a fresh process"),
+    "report": ("report", "tables and plots from record files"),
+    "bench": ("bench", "time one part alone: decode"),
+    "check": ("check", "find every fault of a data set in one pass"),
+    "transcode": ("transcode", "re-encode a data set's videos for training"),
+    "encode-prompts": ("encode_prompts", "encode each distinct prompt of a data set once"),
+    "lab": ("lab", "open JupyterLab on the notebooks"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 found faults, 2 refused what it was given."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: wamlab COMMAND [options]\n")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:<16}{summary}")
+        print("\n`wamlab COMMAND --help` lists a command's options.")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"wamlab: {unknown_name(argv[0], COMMANDS, 'command')}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"wamlab.cli.{COMMANDS[argv[0]][0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"wamlab {argv[0]}", description=COMMANDS[argv[0]][1].capitalize() + "."
+    )
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(argv[1:]))
+    except UserError as error:
+        print(f"wamlab {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"wamlab {argv[0]}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

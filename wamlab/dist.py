@@ -1,0 +1,90 @@
+"""The process group, and what every rank must agree on.
+
+torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; without them a run is one process and no group is made.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    """Return this process's global rank (0 without torchrun)."""
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """Return this process's rank on its host (0 without torchrun)."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """Return the number of processes of the run (1 without torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def device(kind: str = "auto") -> torch.device:
+    """Return this rank's device: `cuda:LOCAL_RANK`, or the CPU.
+
+    Args:
+        kind: "auto", "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: "cuda" was asked for and there is none, or fewer GPUs than ranks.
+    """
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError("device 'cuda' was asked for, but torch sees no CUDA GPU")
+    if local_rank() >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local_rank()} has no GPU: this host has {torch.cuda.device_count()}; "
+            "start as many ranks a host as it has GPUs"
+        )
+    return torch.device("cuda", local_rank())
+
+
+@contextlib.contextmanager
+def process_group(dev: torch.device, timeout_s: float = 600.0) -> Iterator[None]:
+    """Join the torchrun group (NCCL on GPUs, gloo on CPUs) and leave it at the end, also after an error."""
+    if dev.type == "cuda":
+        torch.cuda.set_device(dev)
+    if world_size() == 1 and "MASTER_ADDR" not in os.environ:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if dev.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=dev if dev.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def print0(*args: Any, **kwargs: Any) -> None:
+    """Print on rank 0 only."""
+    if rank() == 0:
+        print(*args, **kwargs, flush=True)
+
+
+def barrier() -> None:
+    """Wait for every rank; nothing without a group."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the picklable `value` of every rank, in rank order, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
