@@ -8,9 +8,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def shared_dir(*parts: str) -> Path | None:
-    """Return a path in the optional folder of extra clips and goldens beside the repository, or None."""
-    path = ROOT.parent / "shared"
-    path = path.joinpath(*parts)
+    """Return a path in the optional folder of clips and goldens beside the repository, or None."""
+    path = ROOT.parent.joinpath("shared", *parts)
     return path if path.exists() else None
 
 

@@ -1,4 +1,7 @@
-"""The command line: `wamlab COMMAND`. Each command lives in wamlab/cli/ and is imported only when it is called."""
+"""The command line: `wamlab COMMAND`.
+
+Each command lives in wamlab/cli/ and is imported only when it is called.
+"""
 
 import argparse
 import importlib
@@ -21,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 found faults, 2 refused what it was given."""
+    """Run one command; return 0 (done), 1 (found faults) or 2 (refused what it was given)."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: wamlab COMMAND [options]\n")

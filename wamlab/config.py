@@ -1,7 +1,8 @@
 """Dataclass <-> JSON, dotted replacement, and name look-up that answers "did you mean".
 
-Every configuration in wamlab is a frozen, keyword-only dataclass at the top of the file that reads it. This module is
-the one place that turns such a dataclass into JSON and back; unknown keys are refused, never ignored.
+Every configuration in wamlab is a frozen, keyword-only dataclass at the top of the file that reads
+it. This module is the one place that turns such a dataclass into JSON and back; unknown keys are
+refused, never ignored.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """A caller's mistake or a faulty file; the command line prints it as one line and exits with code 2."""
+    """A caller's mistake or a faulty file; the command line prints one line and exits with 2."""
 
 
 class ConfigError(UserError):
-    """A configuration, name or option that wamlab refuses: what came, what is allowed, what to do."""
+    """A configuration, name or option that is refused: what came, what is allowed, what to do."""
 
 
 def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
@@ -102,7 +103,7 @@ def load_json(cls: type[T], path: str | Path) -> T:
 
 
 def save_json(config: Any, path: str | Path) -> None:
-    """Write a dataclass (or plain values) as indented JSON; the file appears whole or not at all."""
+    """Write a dataclass (or plain values) as JSON; the file appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")

@@ -1,6 +1,7 @@
 """The process group, and what every rank must agree on.
 
-torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; without them a run is one process and no group is made.
+torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; without them a run is one process and no group is
+made.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def device(kind: str = "auto") -> torch.device:
 
 @contextlib.contextmanager
 def process_group(dev: torch.device, timeout_s: float = 600.0) -> Iterator[None]:
-    """Join the torchrun group (NCCL on GPUs, gloo on CPUs) and leave it at the end, also after an error."""
+    """Join the torchrun group (NCCL on GPUs, gloo on CPUs) and leave it, also after an error."""
     if dev.type == "cuda":
         torch.cuda.set_device(dev)
     if world_size() == 1 and "MASTER_ADDR" not in os.environ:

@@ -1,11 +1,13 @@
 """Random numbers drawn from (seed, step, sample id) and from nothing else.
 
-Equal work needs equal noise: a sample must see the same noise, timesteps and augmentation whichever rank, worker or
-micro-batch it falls into. A torch.Generator is a sequence, so its draws depend on the order of the calls. Here each value
-is a hash of its coordinates (a counter-based generator): batched over samples, the same on every device up to the last
-bit of log and cos, and capturable in a CUDA graph because seed, step and ids are ordinary tensors.
+Equal work needs equal noise: a sample must see the same noise, timesteps and augmentation whichever
+rank, worker or micro-batch it falls into. A torch.Generator is a sequence, so its draws depend on
+the order of the calls. Here each value is a hash of its coordinates (a counter-based generator):
+batched over samples, the same on every device up to the last bit of log and cos, and capturable in
+a CUDA graph because seed, step and ids are ordinary tensors.
 
-The mixing function is SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), in wrapping int64 arithmetic.
+The mixing function is SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), in wrapping
+int64 arithmetic.
 """
 
 import hashlib
@@ -21,9 +23,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (
-        (1 << (64 - bits)) - 1
-    )  # torch shifts arithmetically; this one is logical
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts arithmetically
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Draws:
 
     Args:
         seed: the run's seed.
-        step: the optimizer step, an int or an int64 scalar tensor (a tensor keeps a CUDA graph valid).
+        step: the optimizer step, an int or an int64 scalar tensor (keeps a CUDA graph valid).
         sample_ids: int64 [B], one id a sample; fixes the device of everything drawn.
     """
 
@@ -59,7 +59,7 @@ class Draws:
         return (_shift_right(bits, 40).float() * 2.0**-24).view(-1, *shape)
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return float32 [B, *shape], standard normal (Box and Muller, one value from each 64 bits)."""
+        """Return float32 [B, *shape], standard normal (Box and Muller, 64 bits a value)."""
         bits = self._bits(name, math.prod(shape))
         radius = (_shift_right(bits, 40).float() + 0.5) * 2.0**-24
         angle = ((bits & 0xFFFFFF).float() + 0.5) * (2.0 * math.pi * 2.0**-24)

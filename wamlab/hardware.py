@@ -1,7 +1,7 @@
 """Peak rates of devices, each with its source; a device that is not listed is "n/a", never guessed.
 
-Dense rates, without sparsity. `flops` maps a precision to FLOP/s; `bandwidth` is device memory in bytes a second, `link`
-GPU to GPU in bytes a second, one direction.
+Dense rates, without sparsity. `flops` maps a precision to FLOP/s; `bandwidth` is device memory in
+bytes a second, `link` GPU to GPU in bytes a second, one direction.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ PEAKS: dict[str, Peak] = {
         flops={"bf16": 165.2e12, "float8": 330.3e12, "tf32": 82.6e12, "fp32": 82.6e12},
         bandwidth=1.008e12,
         link=None,
-        source="NVIDIA Ada GPU architecture white paper, version 2.1, appendix A (fp32 accumulation)",
+        source="NVIDIA Ada GPU architecture white paper, version 2.1 (fp32 accumulation)",
     ),
     "NVIDIA GeForce RTX 3090": Peak(
         flops={"bf16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12},

@@ -1,7 +1,7 @@
 """Timing that cannot forget to synchronise, and the records that every number comes from.
 
-A record is one flat JSON object a line. A field that was not measured is null, never a guess; a row that could not run is
-written with its `reason`.
+A record is one flat JSON object a line. A field that was not measured is null, never a guess; a row
+that could not run is written with its `reason`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from wamlab.config import ConfigError, to_dict, unknown_name
+from wamlab.config import ConfigError, to_dict
 from wamlab.hardware import peak_flops
 
 Dimension = Literal["compute", "parallel", "data", "communication"]
@@ -56,8 +56,9 @@ class Timing:
 class Record:
     """One measured row. Units are in the names; null means "not measured".
 
-    `scope` says what was timed: "step" (the whole training step), "dit" (the DiT's forward and backward), "decode",
-    "encode", "augment", ... `extra` holds the fields of one scope alone; in JSON they stand flat beside the others.
+    `scope` says what was timed: "step" (the whole training step), "dit" (the DiT's forward and
+    backward), "decode", "encode", "augment", ... `extra` holds the fields of one scope alone; in
+    JSON they stand flat beside the others.
     """
 
     name: str
@@ -105,7 +106,8 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return the flat JSON object."""
         values = to_dict(self)
-        return {**values.pop("extra") | {}, **{k: v for k, v in values.items() if k != "extra"}}
+        extra = values.pop("extra")
+        return {**values, **extra}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Record":
@@ -210,10 +212,11 @@ def measure_ms(
 
 
 class StepClock:
-    """Times the parts of a training step; each boundary synchronises, so a part cannot leak into the next.
+    """Times the parts of a step; each boundary synchronises, so no part leaks into the next.
 
-    Use `with clock.part("forward"): ...` inside a step and `clock.end_step()` at its end. Synchronising costs a few
-    microseconds a part and forbids overlap: use it to explain a step, not to race it.
+    Use `with clock.part("forward"): ...` inside a step and `clock.end_step()` at its end.
+    Synchronising costs a few microseconds a part and forbids overlap: use it to explain a step, not
+    to race it.
     """
 
     def __init__(self, dev: torch.device) -> None:
@@ -253,7 +256,7 @@ class _Part:
 
 
 def reset_peak(dev: torch.device) -> None:
-    """Start a new peak-memory measurement (on a CPU the peak is the process's own and cannot be reset)."""
+    """Start a new peak-memory measurement (a CPU process's peak cannot be reset)."""
     if dev.type == "cuda":
         torch.cuda.reset_peak_memory_stats(dev)
 
@@ -267,7 +270,7 @@ def peak_gib(dev: torch.device) -> float:
 
 
 def mfu(model_flops: float, seconds: float, dev: torch.device, precision: str) -> float | None:
-    """Return model FLOP/s over the device's peak (recompute is not counted), or None for an unknown device.
+    """Return model FLOP/s (recompute not counted) over the peak, None for an unknown device.
 
     Raises:
         ValueError: the result is above 1: the FLOPs, the time or the peak is wrong.
@@ -278,8 +281,8 @@ def mfu(model_flops: float, seconds: float, dev: torch.device, precision: str) -
     share = model_flops / seconds / peak
     if share > 1.0:
         raise ValueError(
-            f"MFU {share:.2f} is above 1: {model_flops:.3g} FLOP in {seconds:.3g} s against a peak of "
-            f"{peak:.3g} FLOP/s; was the work synchronised?"
+            f"MFU {share:.2f} is above 1: {model_flops:.3g} FLOP in {seconds:.3g} s against a peak "
+            f"of {peak:.3g} FLOP/s; was the work synchronised?"
         )
     return share
 
@@ -303,7 +306,7 @@ def cpu_name() -> str:
 
 @cache
 def versions() -> dict[str, str | None]:
-    """Return the versions a record must carry, wamlab's commit among them (null outside a git checkout)."""
+    """Return the versions a record carries; wamlab's commit is null outside a git checkout."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "torchcodec", "triton", "av"):
         try:
@@ -335,9 +338,3 @@ def machine() -> dict[str, Any]:
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": cpu_name(), "cores": cores, "system": platform.system(), "gpus": gpus}
-
-
-def missing_field(record: Record, name: str) -> str:
-    """Return the message for a field that a plot needs and a record lacks."""
-    fields = [f.name for f in dataclasses.fields(record)] + list(record.extra)
-    return f"record {record.name!r}: {unknown_name(name, fields, 'field')}"
