@@ -62,17 +62,9 @@ def test_definitions_over_ten_lines_live_in_wamlab(path):
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_notebook_runs(name):
     """The two notebooks of a bare pytest; the whole course is `pytest --nbval-lax notebooks`."""
+    options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600"]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--nbval-lax",
-            "--nbval-current-env",
-            "-p",
-            "no:cacheprovider",
-        ]
-        + ["--nbval-cell-timeout=600", str(ROOT / "notebooks" / f"{name}.ipynb")],
+        [sys.executable, "-m", "pytest", *options, str(ROOT / "notebooks" / f"{name}.ipynb")],
         capture_output=True,
         text=True,
         cwd=ROOT,
