@@ -11,7 +11,7 @@ LEVEL = {"model": 1, "data": 1, "motion": 1, "train": 2, "evaluate": 2, "jupyter
 DISPLAY = {"matplotlib", "IPython", "ipywidgets"}
 # inside a package a module imports only those that stand before it
 ORDER = {
-    "": "config draws hardware measure dist ffmpeg profiler",
+    "": "config draws hardware measure dist ffmpeg trace profiler",
     "model": "reference fused attention dit flow_matching flops vae text image wam weights lora "
     "sampling",
     "data": "embodiment frame_times video lerobot lerobot_write windows augment cache loader check "
