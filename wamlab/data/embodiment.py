@@ -1,6 +1,7 @@
 """A robot as the model sees it: cameras and their grid, state and action parts, horizon, prompt.
 
-Adding a robot is one row of EMBODIMENTS. A data set's own meta/modality.json wins over the column slices given here.
+Adding a robot is one row of EMBODIMENTS. A data set's own meta/modality.json wins over the column
+slices given here.
 """
 
 import ast
@@ -10,13 +11,13 @@ from typing import Literal
 
 import ftfy
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, lookup
 from wamlab.data.normalize import NORMALIZATIONS
 
 STATE_DIM, ACTION_DIM = 64, 32  # widths that the model pads state and action to
 FRAMES_PER_BLOCK = 8  # two latent frames of four video frames
 
-Grid = Literal["single", "side_by_side", "wrist_on_top", "head_and_hands"]
+Layout = Literal["single", "side_by_side", "droid", "three_view"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Part:
         name: its key in meta/modality.json, and its name in statistics.
         column: the packed column, used when the data set has no modality.json.
         start, end: dimensions [start, end) of the column, likewise.
-        relative: (actions) the target is the action minus the state part of the same name at its block's anchor.
+        relative: (actions) the target is the action minus the state part of the same name at its
+            block's anchor.
         normalization: a key of NORMALIZATIONS.
     """
 
@@ -56,15 +58,17 @@ class Embodiment:
         name: its key in EMBODIMENTS.
         id: the number that the public code gives it (only picks the prompt there).
         fps: frames a second of its data.
-        horizon: H, action steps a block; a multiple of 8, because a block shows 8 frames spread over its H steps.
+        horizon: H, action steps a block; a multiple of 8, because a block shows 8 frames spread
+            over its H steps.
         blocks: K, blocks a sample.
-        cameras: video names in the order of the batch's V axis; "wrist_on_top" wants exterior, exterior, wrist.
+        views: video names in the order of the batch's V axis.
         view_hw: what each view is resized to before the grid, pixels.
-        grid: how the views are laid out, see `grid_hw`.
-        layout: the sentence that tells the text encoder which camera is where.
+        layout: where each view stands in the grid. "droid" takes exterior, exterior, wrist and
+            puts the wrist on top, twice as wide; "three_view" takes head, left and right hand.
+        views_text: the sentence that tells the text encoder which camera is where.
         state, action: parts in the order of the model's vector.
         language: task columns; more than one means paraphrases, of which a sample takes one.
-        prompt: template with {instruction} and {layout}.
+        prompt: template with {instruction} and {views}.
     """
 
     name: str
@@ -72,15 +76,15 @@ class Embodiment:
     fps: float
     horizon: int
     blocks: int = 4
-    cameras: tuple[str, ...]
+    views: tuple[str, ...]
     view_hw: tuple[int, int]
-    grid: Grid
-    layout: str
+    layout: Layout
+    views_text: str
     state: tuple[Part, ...]
     action: tuple[Part, ...]
     language: tuple[str, ...] = ("task_index",)
     prompt: str = (
-        "A robot seen from several cameras is doing: {instruction}. Views: {layout}. "
+        "A robot seen from several cameras is doing: {instruction}. Views: {views}. "
         "Task: {instruction}."
     )
 
@@ -88,33 +92,34 @@ class Embodiment:
         if self.horizon % FRAMES_PER_BLOCK or self.horizon <= 0:
             raise ConfigError(
                 f"embodiment {self.name!r}: horizon {self.horizon} is not a multiple of "
-                f"{FRAMES_PER_BLOCK}, so {FRAMES_PER_BLOCK} frames cannot be spread evenly over a block"
+                f"{FRAMES_PER_BLOCK}, so a block's {FRAMES_PER_BLOCK} frames cannot be evenly spaced"
             )
-        cameras = {"single": 1, "side_by_side": 2, "wrist_on_top": 3, "head_and_hands": 3}
-        if len(self.cameras) != cameras[self.grid]:
+        views = {"single": 1, "side_by_side": 2, "droid": 3, "three_view": 3}
+        wanted = lookup(views, self.layout, "layout")
+        if len(self.views) != wanted:
             raise ConfigError(
-                f"embodiment {self.name!r}: grid {self.grid!r} takes {cameras[self.grid]} cameras, "
-                f"got {len(self.cameras)}: {', '.join(self.cameras)}"
+                f"embodiment {self.name!r}: layout {self.layout!r} takes {wanted} views, "
+                f"got {len(self.views)}: {', '.join(self.views)}"
             )
-        for what, parts, most in (("state", self.state, STATE_DIM), ("action", self.action, ACTION_DIM)):
-            width = sum(p.end - p.start for p in parts)
+        for what, most in (("state", STATE_DIM), ("action", ACTION_DIM)):
+            width = sum(p.end - p.start for p in getattr(self, what))
             if width > most:
                 raise ConfigError(
-                    f"embodiment {self.name!r}: {width} {what} dimensions, the model takes at most {most}"
+                    f"embodiment {self.name!r}: {width} {what} dimensions, the model takes {most}"
                 )
         states = {p.name for p in self.state}
         for part in self.action:
             if part.relative and part.name not in states:
                 raise ConfigError(
-                    f"embodiment {self.name!r}: relative action {part.name!r} needs a state part of "
-                    f"that name; it has {', '.join(sorted(states))}"
+                    f"embodiment {self.name!r}: relative action {part.name!r} needs a state part "
+                    f"of that name; it has {', '.join(sorted(states))}"
                 )
         try:
-            self.prompt.format(instruction="", layout="")
+            self.prompt.format(instruction="", views="")
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"embodiment {self.name!r}: prompt {self.prompt!r} may use {{instruction}} and {{layout}} "
-                f"only ({error!r})"
+                f"embodiment {self.name!r}: prompt {self.prompt!r} may use {{instruction}} and "
+                f"{{views}} only ({error!r})"
             ) from error
 
     @property
@@ -125,21 +130,21 @@ class Embodiment:
     @property
     def grid_hw(self) -> tuple[int, int]:
         """Pixels (height, width) of the grid that the model sees."""
-        rows, columns = {"single": (1, 1), "side_by_side": (1, 2)}.get(self.grid, (2, 2))
+        rows, columns = {"single": (1, 1), "side_by_side": (1, 2)}.get(self.layout, (2, 2))
         return rows * self.view_hw[0], columns * self.view_hw[1]
 
     def frame_offsets(self) -> tuple[int, ...]:
-        """Return the steps of the sample's frames after its first anchor: H/8 apart, the last one K*H."""
+        """Return the steps of a sample's frames after its first anchor: H/8 apart, up to K*H."""
         step = self.horizon // FRAMES_PER_BLOCK
         return tuple(range(0, self.blocks * self.horizon + 1, step))
 
     def prompt_text(self, instruction: str) -> str:
         """Return the full prompt for a task as the data set words it."""
-        return self.prompt.format(instruction=clean_instruction(instruction), layout=self.layout)
+        return self.prompt.format(instruction=clean_instruction(instruction), views=self.views_text)
 
 
 def clean_instruction(text: str) -> str:
-    """Return a task in lower case on one line; a written-out list gives its first item, a full stop at the end goes."""
+    """Return a task in lower case, on one line, without a full stop; a written-out list gives its first item."""
     text = text.strip()
     if text.startswith(("[", "(")):
         try:
@@ -162,12 +167,13 @@ def _joints(column: str, joint: tuple[int, int], gripper: tuple[int, int], relat
     )
 
 
-_DROID_CAMERAS = ("exterior_image_1_left", "exterior_image_2_left", "wrist_image_left")
-_DROID_LAYOUT = (
-    "the wrist camera fills the upper half, the two outside cameras share the lower half, one left and one right; "
-    "an outside camera may be black"
+_DROID_VIEWS = ("exterior_image_1_left", "exterior_image_2_left", "wrist_image_left")
+_DROID_TEXT = (
+    "the wrist camera fills the upper half, the two outside cameras share the lower half, "
+    "one left and one right; an outside camera may be black"
 )
-_TWO_VIEWS = "the outside camera is the left half, the wrist camera is the right half"
+_PARAPHRASES = ("", "_2", "_3")
+_TWO_TEXT = "the outside camera is the left half, the wrist camera is the right half"
 
 EMBODIMENTS: dict[str, Embodiment] = {
     e.name: e
@@ -177,23 +183,23 @@ EMBODIMENTS: dict[str, Embodiment] = {
             id=17,
             fps=15,
             horizon=24,
-            cameras=_DROID_CAMERAS,
+            views=_DROID_VIEWS,
             view_hw=(176, 320),
-            grid="wrist_on_top",
-            layout=_DROID_LAYOUT,
+            layout="droid",
+            views_text=_DROID_TEXT,
             state=_joints("observation.state", (7, 14), (6, 7)),
             action=_joints("action", (14, 21), (12, 13), relative=True),
-            language=tuple(f"annotation.language.language_instruction{n}" for n in ("", "_2", "_3")),
+            language=tuple(f"annotation.language.language_instruction{n}" for n in _PARAPHRASES),
         ),
         Embodiment(
             name="libero",
             id=21,
             fps=10,
             horizon=16,
-            cameras=("image", "wrist_image"),
+            views=("image", "wrist_image"),
             view_hw=(256, 256),
-            grid="side_by_side",
-            layout=_TWO_VIEWS,
+            layout="side_by_side",
+            views_text=_TWO_TEXT,
             state=_parts("state", state=(0, 8)),
             action=_parts("actions", actions=(0, 7)),
         ),
@@ -202,10 +208,10 @@ EMBODIMENTS: dict[str, Embodiment] = {
             id=21,
             fps=10,
             horizon=16,
-            cameras=("image", "wrist_image"),
+            views=("image", "wrist_image"),
             view_hw=(256, 256),
-            grid="side_by_side",
-            layout=_TWO_VIEWS,
+            layout="side_by_side",
+            views_text=_TWO_TEXT,
             state=_parts("observation.state", state=(0, 8)),
             action=_parts("action", actions=(0, 7)),
         ),
@@ -214,10 +220,10 @@ EMBODIMENTS: dict[str, Embodiment] = {
             id=0,
             fps=15,
             horizon=24,
-            cameras=_DROID_CAMERAS,
+            views=_DROID_VIEWS,
             view_hw=(88, 160),
-            grid="wrist_on_top",
-            layout=_DROID_LAYOUT,
+            layout="droid",
+            views_text=_DROID_TEXT,
             state=_joints("observation.state", (0, 7), (7, 8)),
             action=_joints("action", (0, 7), (7, 8), relative=True),
         ),
@@ -226,10 +232,10 @@ EMBODIMENTS: dict[str, Embodiment] = {
             id=0,
             fps=30,
             horizon=24,
-            cameras=("front",),
+            views=("front",),
             view_hw=(192, 256),
-            grid="single",
-            layout="one camera looks at the table from the front",
+            layout="single",
+            views_text="one camera looks at the table from the front",
             state=_joints("observation.state", (0, 5), (5, 6)),
             action=_joints("action", (0, 5), (5, 6), relative=True),
         ),
@@ -238,10 +244,10 @@ EMBODIMENTS: dict[str, Embodiment] = {
             id=0,
             fps=30,
             horizon=24,
-            cameras=("front", "wrist"),
+            views=("front", "wrist"),
             view_hw=(192, 256),
-            grid="side_by_side",
-            layout=_TWO_VIEWS,
+            layout="side_by_side",
+            views_text=_TWO_TEXT,
             state=_joints("observation.state", (0, 5), (5, 6)),
             action=_joints("action", (0, 5), (5, 6), relative=True),
         ),
