@@ -1,9 +1,10 @@
 """Find FFmpeg for torchcodec: the system's, else the one inside the PyAV wheel.
 
-torchcodec links FFmpeg's seven libraries by their plain names (libavcodec.so.62) and brings none. PyAV's wheel carries
-them under hashed names (libavcodec-5e6b81c2.so.62.28.102). `prepare` copies those seven under their plain names into a
-cache folder and loads them, so that torchcodec, imported afterwards, finds them in the process. Every process that
-decodes calls `load_torchcodec`, which does this first; nothing happens when this module is imported.
+torchcodec links FFmpeg's seven libraries by their plain names (libavcodec.so.62) and brings none.
+PyAV's wheel carries them under hashed names (libavcodec-5e6b81c2.so.62.28.102). `prepare` copies
+those seven under their plain names into a cache folder and loads them, so that torchcodec, imported
+afterwards, finds them in the process. Every process that decodes calls `load_torchcodec`, which
+does this first; nothing happens when this module is imported.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ PYAV_HINT = "or decode without torchcodec: decoder 'pyav'"
 
 
 class FFmpegError(UserError):
-    """torchcodec cannot be loaded; the message says which cause it is and the command that cures it."""
+    """torchcodec cannot be loaded; the message says which cause it is and the command that cures
+    it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +63,11 @@ class Found:
 
 @cache
 def prepare() -> Found:
-    """Make an FFmpeg that torchcodec can link available in this process; call it before `import torchcodec`.
+    """Make an FFmpeg that torchcodec can link available in this process; call it before `import
+    torchcodec`.
 
-    The system's FFmpeg is taken if torchcodec supports it, else PyAV's. WAMLAB_FFMPEG=system or =pyav forces one. Further
-    calls return the first call's answer.
+    The system's FFmpeg is taken if torchcodec supports it, else PyAV's. WAMLAB_FFMPEG=system or
+    =pyav forces one. Further calls return the first call's answer.
 
     Raises:
         FFmpegError: torchcodec is not installed, or there is no FFmpeg that it supports.
@@ -85,7 +88,8 @@ def load_torchcodec() -> ModuleType:
     """Return the module torchcodec.decoders, with FFmpeg prepared.
 
     Raises:
-        FFmpegError: it does not load: no FFmpeg, a torch that does not fit, or a missing CUDA library.
+        FFmpegError: it does not load: no FFmpeg, a torch that does not fit, or a missing CUDA
+            library.
     """
     if "torchcodec.decoders" not in sys.modules:
         found = prepare()
@@ -107,7 +111,8 @@ def describe() -> str:
 
 
 def program() -> str | None:
-    """Return the path of an `ffmpeg` program: the system's, else the one in imageio-ffmpeg, else None."""
+    """Return the path of an `ffmpeg` program: the system's, else the one in imageio-ffmpeg, else
+    None."""
     found = shutil.which("ffmpeg")
     if found is None and importlib.util.find_spec("imageio_ffmpeg"):
         try:
@@ -178,7 +183,8 @@ def _pyav_folder(majors: list[int]) -> Path:
 
 
 def _build(libs: Path, sources: list[tuple[Path, str]]) -> Path:
-    """Return a folder with the seven libraries under plain names, made once per PyAV installation."""
+    """Return a folder with the seven libraries under plain names, made once per PyAV
+    installation."""
     stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f, _ in sources]
     key = hashlib.sha256(repr((str(libs), stamps)).encode()).hexdigest()[:16]
     base = cache_dir()
@@ -223,7 +229,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Return wamlab's cache folder, made if absent: under XDG_CACHE_HOME, else ~/.cache, else the temporary folder."""
+    """Return wamlab's cache folder, made if absent: under XDG_CACHE_HOME, else ~/.cache, else the
+    temporary folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     for base in (Path(home), Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"):
         folder = base / "wamlab"
@@ -250,14 +257,14 @@ def _explain(error: BaseException, found: Found) -> str:
     missing = re.search(r"(lib(?:nv|cu|npp|cud)[\w.-]*): cannot open shared object", text)
     if missing and "+cpu" in torch:
         return (
-            f"torch {torch} is a CPU build and torchcodec {codec} is built for CUDA ({missing[1]} is missing): "
-            f"pip install 'torchcodec>=0.11,<0.14', {PYAV_HINT}"
+            f"torch {torch} is a CPU build and torchcodec {codec} is built for CUDA "
+            f"({missing[1]} is missing): pip install 'torchcodec>=0.11,<0.14', {PYAV_HINT}"
         )
     if missing:
         return (
-            f"torchcodec {codec} misses the CUDA library {missing[1]}; torch {torch} does not bring it: "
-            f"pip install {_cuda_package(missing[1])}, or pip install 'torchcodec>=0.11,<0.14' "
-            f"(decodes on the CPU), {PYAV_HINT}"
+            f"torchcodec {codec} misses the CUDA library {missing[1]}; torch {torch} does not bring "
+            f"it: pip install {_cuda_package(missing[1])}, or, to decode on the CPU, "
+            f"pip install 'torchcodec>=0.11,<0.14', {PYAV_HINT}"
         )
     absent = re.search(r"(lib(?:av|sw)\w+\.so\.\d+): cannot open shared object", text)
     symbol = re.search(r"undefined symbol: (\S+)", text)
