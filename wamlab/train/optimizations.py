@@ -1,0 +1,414 @@
+"""The optimizations, one frozen dataclass each, and the one place that wraps a model.
+
+`optimizations=()` is what the public training code does: `StepPlan()` and the defaults of the model
+and the data. An entry edits the data's configuration (`apply_data`), the finished model from
+outside (`apply_model`) or the plan of a step (`apply_step`); `wrap` then carries the plan out. All
+of it knows a model by `blocks()`, `frozen()` and `set_option`.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from wamlab.config import ConfigError, UserError, from_dict, lookup, replace
+from wamlab.measure import Dimension
+
+
+class MissingNeedError(UserError):
+    """An optimization needs what this machine lacks; a ladder writes the row as skipped, with this
+    reason."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """How a training step is computed; the defaults are the public way."""
+
+    micro_batch: int | None = 1  # samples a rank computes at once; null = its whole share
+    recompute: str = "full"  # none, selective, full, or every-K
+    compile: bool = False
+    optimizer: Literal["adamw", "fused", "split"] = "adamw"
+    second_moment: Literal["fp32", "bf16"] = "bf16"  # of the split optimizer
+    fsdp: "Fsdp2 | None" = None
+    cuda_graph: bool = False
+
+
+class Optimization:
+    """What an entry may do; a subclass is a frozen dataclass that overrides what it needs."""
+
+    name: ClassVar[str]
+    dimension: ClassVar[Dimension]
+    order: ClassVar[int]  # entries are applied in this order, whatever order they are listed in
+    needs: ClassVar[tuple[str, ...]] = ()  # keys of NEEDS
+    exact: ClassVar[bool] = False  # losses stay bitwise equal
+    tolerance: ClassVar[float] = 1e-5  # else: allowed relative loss difference in fp32
+
+    def apply_data(self, data: Any) -> Any:
+        """Return the data configuration with this optimization in it."""
+        return data
+
+    def apply_model(self, model: nn.Module) -> None:
+        """Change the finished, unwrapped model."""
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with this optimization in it."""
+        return plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shortcuts(Optimization):
+    """The exact shortcuts of the network: what is computed twice, or for nothing, is not
+    computed."""
+
+    name, dimension, order = "shortcuts", "compute", 10
+
+    def apply_model(self, model: nn.Module) -> None:
+        set_option(model, "shortcuts", True, self.name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compile(Optimization):
+    """Fused operations, one block-masked attention call, and torch.compile of each block as one
+    graph."""
+
+    attention: str = "auto"
+    name, dimension, order, needs = "compile", "compute", 20, ("compiler",)
+    tolerance = 1e-4
+
+    def apply_model(self, model: nn.Module) -> None:
+        if hasattr(model, "set_option"):
+            model.set_option("impl", "fused")
+            model.set_option("attention", self.attention)
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, compile=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedAdamW(Optimization):
+    """One optimizer kernel for all parameters, which clips and skips on the device."""
+
+    name, dimension, order = "fused_adamw", "compute", 30
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, optimizer="fused")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CudaGraph(Optimization):
+    """The whole step after the data, optimizer included, captured once and replayed."""
+
+    name, dimension, order, needs = "cuda_graph", "compute", 90, ("cuda",)
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, cuda_graph=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchedEncoders(Optimization):
+    """Encoders over the whole micro-batch at once, and no VAE pass whose result is thrown away."""
+
+    name, dimension, order = "batched_encoders", "parallel", 40
+
+    def apply_model(self, model: nn.Module) -> None:
+        set_option(model, "batched_encoders", True, self.name)
+        set_option(model, "skip_unused_y", True, self.name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptCache(Optimization):
+    """Each distinct prompt is encoded once."""
+
+    name, dimension, order = "prompt_cache", "parallel", 41
+
+    def apply_model(self, model: nn.Module) -> None:
+        set_option(model, "prompt_cache", True, self.name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatch(Optimization):
+    """Samples computed at once on a rank; null is the rank's whole share of the global batch."""
+
+    size: int | None = None
+    name, dimension, order = "micro_batch", "parallel", 50
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise ConfigError(f"micro_batch.size must be at least 1 or null, got {self.size}")
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, micro_batch=self.size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recompute(Optimization):
+    """Which blocks keep their activations: none, selective, full, or every-K."""
+
+    mode: str = "none"
+    name, dimension, order, exact = "recompute", "parallel", 51, True
+
+    def __post_init__(self) -> None:
+        recompute_of(self.mode, 0)
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, recompute=self.mode)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fsdp2(Optimization):
+    """Parameters, gradients and optimizer state sharded by `fully_shard`, also on a mesh of one
+    GPU.
+
+    Under bf16 the compute dtype is bf16 and the master weights stay float32. `keep_unsharded` last
+    blocks keep their parameters between forward and backward (-1: all; the backward starts with the
+    last). `prefetch` blocks are gathered ahead (0: FSDP2's own order). `defer_sync` reduces
+    gradients once a step, not once a micro-batch, for the memory of unsharded gradients.
+    `replicate` > 1 is HSDP: that many copies, each sharded.
+    """
+
+    keep_unsharded: int = 1
+    prefetch: int = 1
+    defer_sync: bool = False
+    replicate: int = 1
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    name, dimension, order = "fsdp2", "parallel", 60
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, fsdp=self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitAdamW(Optimization):
+    """bf16 parameters whose missing 16 bits lie beside them: 10 or 12 bytes a parameter, not 16."""
+
+    second_moment: Literal["fp32", "bf16"] = "bf16"
+    name, dimension, order = "split_adamw", "parallel", 61
+    tolerance = 2e-2
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, optimizer="split", second_moment=self.second_moment)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Torchcodec(Optimization):
+    """Only the wanted frames are decoded to RGB, by torchcodec."""
+
+    name, dimension, order, needs, exact = "torchcodec", "data", 70, ("torchcodec",), True
+
+    def apply_data(self, data: Any) -> Any:
+        return replace(data, decoder="torchcodec")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceAugment(Optimization):
+    """Crop, resize, jitter and grid of the whole micro-batch on the training device."""
+
+    name, dimension, order = "device_augment", "data", 71
+    tolerance = 2e-2  # pixels agree to 1/255
+
+    def apply_data(self, data: Any) -> Any:
+        return replace(data, augment="device")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefetch(Optimization):
+    """Worker processes decode ahead, and the next micro-batches are already on the device."""
+
+    workers: int = 2
+    depth: int = 2
+    name, dimension, order, exact = "prefetch", "data", 72, True
+
+    def apply_data(self, data: Any) -> Any:
+        return replace(data, workers=self.workers, prefetch=self.depth)
+
+
+OPTIMIZATIONS: dict[str, type[Optimization]] = {
+    cls.name: cls
+    for cls in (
+        Shortcuts,
+        Compile,
+        FusedAdamW,
+        CudaGraph,
+        BatchedEncoders,
+        PromptCache,
+        MicroBatch,
+        Recompute,
+        Fsdp2,
+        SplitAdamW,
+        Torchcodec,
+        DeviceAugment,
+        Prefetch,
+    )
+}
+
+NEEDS: dict[str, str] = {  # what an entry may need -> the cure where it is missing
+    "compiler": "g++ (Debian, Ubuntu: `apt-get install g++`; on a GPU also gcc)",
+    "cuda": "a CUDA GPU",
+    "torchcodec": "torchcodec (`pip install torchcodec`)",
+}
+
+
+def build_optimizations(entries: Sequence[str | dict[str, Any]]) -> tuple[Optimization, ...]:
+    """Build the optimizations that a configuration names, in the order in which they are applied.
+
+    Args:
+        entries: names, or {"name": name, parameter: value}.
+
+    Raises:
+        ConfigError: an unknown name or parameter, or a name given twice.
+    """
+    built: dict[str, Optimization] = {}
+    for entry in entries:
+        values = {"name": entry} if isinstance(entry, str) else dict(entry)
+        if "name" not in values:
+            raise ConfigError(f'an optimization is a name or {{"name": ...}}, got {entry!r}')
+        name = values.pop("name")
+        if name in built:
+            raise ConfigError(f"optimization {name!r} is listed twice")
+        built[name] = from_dict(lookup(OPTIMIZATIONS, name, "optimization"), values)
+    return tuple(sorted(built.values(), key=lambda o: o.order))
+
+
+def tolerance(optimizations: Sequence[Optimization], precision: str) -> float:
+    """Return the relative loss difference to the official row that these optimizations may
+    cause."""
+    if all(o.exact for o in optimizations):
+        return 0.0
+    if precision == "bf16":
+        return 2e-2
+    return sum(o.tolerance for o in optimizations if not o.exact)
+
+
+def check_needs(optimizations: Sequence[Optimization], device: torch.device) -> None:
+    """Refuse optimizations that this machine cannot run.
+
+    Raises:
+        MissingNeedError: naming the optimization, what it needs and where to get it.
+    """
+    found = {
+        "compiler": shutil.which(os.environ.get("CXX", "g++")) is not None,
+        "cuda": device.type == "cuda",
+        "torchcodec": importlib.util.find_spec("torchcodec") is not None,
+    }
+    for optimization in optimizations:
+        for need in optimization.needs:
+            if not found[need]:
+                raise MissingNeedError(f"{optimization.name} needs {NEEDS[need]}")
+
+
+def set_option(model: nn.Module, option: str, value: Any, by: str) -> None:
+    """Set a model's option, or refuse the optimization for a model that has none.
+
+    Raises:
+        ConfigError: the model has no `set_option`, or not this option.
+    """
+    if not hasattr(model, "set_option"):
+        raise ConfigError(
+            f"optimization {by!r} sets the option {option!r}, but {type(model).__name__} has no options"
+        )
+    model.set_option(option, value)
+
+
+def recompute_of(mode: str, index: int) -> str:
+    """Return how block `index` recomputes: "none", "selective" or "full".
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+    if mode in ("none", "selective", "full"):
+        return mode
+    every = re.fullmatch(r"every-([1-9]\d*)", mode)
+    if not every:
+        raise ConfigError(
+            f"recompute is none, selective, full or every-K (every-2, ...), got {mode!r}"
+        )
+    return "full" if index % int(every[1]) == 0 else "none"
+
+
+def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: str) -> None:
+    """Apply recompute, compile and sharding to a finished model, in place and in the order that
+    works.
+
+    1. Recompute stands inside the block's forward. Outside `fully_shard` it would replay the block
+    with inputs that FSDP2
+       cast in the forward but does not cast again ("different metadata"); outside the compiled
+       graph it would split it.
+    2. Compile the block's forward, recompute included, as one graph. Hooks that come later stay
+    outside of it. 3. `fully_shard` each block: one all-gather and one reduce-scatter a block. 4.
+    `fully_shard` the root last, even if it owned no parameter: it makes the blocks one system that
+    prefetches and
+       overlaps. Without it each block is a root of its own and 98 % of the communication is
+       exposed.
+
+    Inputs are never cast by FSDP2 (`cast_forward_inputs=False`): a timestep of 999.8 would reach
+    the model as 1000.
+
+    Args:
+        model: has `loss(batch, draws)`, `blocks()` and `frozen()`.
+        plan: what to apply.
+        mesh: one dimension, or two (replicate, shard); needed with `plan.fsdp`.
+        precision: "bf16" makes FSDP2 compute in bf16.
+    """
+    blocks = list(model.blocks())
+    for index, block in enumerate(blocks):
+        mode = recompute_of(plan.recompute, index)
+        if mode != "none" and not hasattr(block, "recompute"):
+            raise ConfigError(
+                f"recompute {mode!r}: {type(block).__name__} has no attribute `recompute`"
+            )
+        block.recompute = mode
+    if plan.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+    if plan.fsdp:
+        _shard(model, blocks, plan.fsdp, mesh=mesh, precision=precision)
+
+
+def _shard(
+    model: nn.Module, blocks: list[nn.Module], fsdp: Fsdp2, *, mesh: DeviceMesh, precision: str
+) -> None:
+    bf16 = precision == "bf16"
+    reduce_dtype = torch.bfloat16 if fsdp.reduce_dtype == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=reduce_dtype if bf16 else None,
+        cast_forward_inputs=False,
+    )
+    ignored = unsharded(model)
+    kept = len(blocks) if fsdp.keep_unsharded < 0 else fsdp.keep_unsharded
+    for index, block in enumerate(blocks):
+        reshard = index < len(blocks) - kept
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            ignored_params=ignored,
+        )
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored
+    )
+    register_fsdp_forward_method(model, "loss")
+    if fsdp.prefetch:
+        depth = fsdp.prefetch
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
+
+
+def unsharded(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that stay whole on every rank: frozen ones, and scalars (FSDP2 shards
+    rows)."""
+    return {p for p in model.parameters() if not p.requires_grad or p.ndim == 0}
