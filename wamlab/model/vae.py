@@ -6,6 +6,7 @@ h w latent pixels.
 
 import dataclasses
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from wamlab.config import ConfigError, lookup
+from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded
 from wamlab.model.vae_blocks import (
     AvgDown,
     CausalConv3d,
@@ -26,6 +28,7 @@ from wamlab.model.vae_blocks import (
     Up,
 )
 
+PREFIX = "action_head.vae.model."
 MAX_ELEMENTS = 2**31 - 1  # cuDNN and most kernels count a tensor's elements in 32 bits
 
 
@@ -287,3 +290,51 @@ VAE_SIZES: dict[str, VAEConfig] = {
     # Wan2.2 in small; its trained weights bring their own statistics
     "tiny": VAEConfig(dim=8, decoder_dim=12, z_dim=48, patch=2, mean=(0.0,) * 48, std=(1.0,) * 48),
 }
+
+
+def load_vae(
+    size: str | VAEConfig,
+    weights: str | Path | None = None,
+    *,
+    seed: int = 0,
+    encoder_only: bool = False,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> VAE:
+    """Build a frozen VAE.
+
+    Args:
+        size: a name in VAE_SIZES, or a VAEConfig.
+        weights: a public checkpoint (stand-alone, or a full policy's); None = random ones.
+            Tensors `mean` and `std` beside them replace the config's statistics.
+        seed: of the random weights.
+        encoder_only: leave the decoder out.
+        device: where the weights go.
+        dtype: their dtype, in which the VAE computes.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+    """
+    with seeded(seed), torch.device("meta" if weights else device):
+        vae = VAE(size, encoder_only=encoder_only)
+    if weights:
+        beside = load_frozen(
+            vae,
+            weights,
+            {name: Part(name=name) for name in vae.state_dict()},
+            prefix=PREFIX,
+            unused=lambda name: encoder_only and name.startswith(("decoder.", "conv2.")),
+            dtype=dtype,
+            device=device,
+            beside=("mean", "std"),
+        )
+        if len(beside) == 2:
+            vae.set_statistics(tuple(beside["mean"].tolist()), tuple(beside["std"].tolist()))
+    freeze(vae)
+    return vae.to(dtype)
+
+
+def vae_fingerprint(size: str | VAEConfig, weights: str | Path | None, seed: int = 0) -> str:
+    """Return the fingerprint of a VAE without building it, see `frozen.fingerprint`."""
+    config = lookup(VAE_SIZES, size, "VAE size") if isinstance(size, str) else size
+    return fingerprint("vae", config, seed=seed, weights=weights, prefix=PREFIX)
