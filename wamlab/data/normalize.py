@@ -109,11 +109,24 @@ NORMALIZATIONS: dict[str, Normalization] = {
         lambda x, s: _divide(x - s.mean, s.std, x),
         lambda y, s: np.where(s.std == 0, y, y * s.std + s.mean),
     ),
-    "scale": Normalization(
-        lambda x, s: _divide(x, _largest(s), 0.0), lambda y, s: y * _largest(s)
-    ),
+    "scale": Normalization(lambda x, s: _divide(x, _largest(s), 0.0), lambda y, s: y * _largest(s)),
     "binary": Normalization(
         lambda x, s: np.where(x > 0.5, 1.0, 0.0), lambda y, s: np.where(y > 0.5, 1.0, 0.0)
     ),
     "none": Normalization(lambda x, s: x, lambda y, s: y),
 }
+
+
+def relative_rows(action_TD: np.ndarray, state_TD: np.ndarray, horizon: int) -> np.ndarray:
+    """Return every action of an episode minus the state at its block's start, for every start.
+
+    Args:
+        action_TD, state_TD: [T, D] in the same units.
+        horizon: H, steps a block.
+
+    Returns:
+        [(T - H) * H, D]: start i of 0..T-H-1, step j of 0..H-1 gives action[i+j] - state[i].
+    """
+    starts = np.arange(max(len(action_TD) - horizon, 0))
+    steps = starts[:, None] + np.arange(horizon)
+    return (action_TD[steps] - state_TD[starts][:, None]).reshape(-1, action_TD.shape[1])

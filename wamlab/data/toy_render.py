@@ -1,10 +1,11 @@
-"""A ray caster for the toy world: capsules, boxes, spheres and discs over a table, in vectorised numpy.
+"""A ray caster for the toy world: capsules, boxes, balls and plates on a table, in vectorised numpy.
 
-Every primitive is intersected only inside the screen rectangle that its bounding spheres cover, with a depth buffer, so a
-view of 180x320 takes a few milliseconds on one core. Shadows fall straight down, which is what lets a single view show how
-high the gripper is.
+Every primitive is intersected only inside the screen rectangle that its bounding spheres cover,
+with a depth buffer, so a view of 180x320 takes a few milliseconds on one core. Shadows fall straight
+down, which is what lets a single view show how high the gripper is.
 
-Coordinates: metres, z up, the table top is z = 0. Cameras look along their third axis, image rows run along the second.
+Coordinates: metres, z up, the table top is z = 0. Cameras look along their third axis, image rows run
+along the second.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 LIGHT = np.array([0.35, 0.25, 0.9], np.float32) / np.float32(np.linalg.norm([0.35, 0.25, 0.9]))
-TABLE = (0.12, 0.92, -0.5, 0.5)  # x from, x to, y from, y to
+TABLE = (-0.12, 0.92, -0.5, 0.5)  # x from, x to, y from, y to
 _FAR = np.float32(1e3)
 
 
@@ -30,8 +31,8 @@ class Capsule:
         """Return bounding spheres, used for the screen rectangle and the shadow."""
         return [(self.a, self.radius), (self.b, self.radius)]
 
-    def hit(self, o: np.ndarray, d_HW3: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return distances [H, W] along unit rays (a large number where missed) and normals [H, W, 3]."""
+    def distance(self, o: np.ndarray, d_HW3: np.ndarray) -> np.ndarray:
+        """Return distances [H, W] along unit rays, a large number where the ray misses."""
         axis = (self.b - self.a).astype(np.float32)
         length = np.float32(np.linalg.norm(axis)) + np.float32(1e-9)
         axis = axis / length
@@ -39,17 +40,20 @@ class Capsule:
         d_axis, o_axis = d_HW3 @ axis, oa @ axis
         a = 1 - d_axis * d_axis + np.float32(1e-9)
         b = d_HW3 @ oa - d_axis * o_axis
-        c = oa @ oa - o_axis * o_axis - self.radius**2
-        disc = b * b - a * c
+        disc = b * b - a * (oa @ oa - o_axis * o_axis - np.float32(self.radius**2))
         t = (-b - np.sqrt(np.maximum(disc, 0))) / a
         along = o_axis + t * d_axis
-        t = np.where((disc >= 0) & (along >= 0) & (along <= length), t, _FAR)
+        t = np.where((disc >= 0) & (along >= 0) & (along <= length) & (t > 1e-3), t, _FAR)
         for end in (self.a, self.b):
             t = np.minimum(t, _sphere_distance(o - end, d_HW3, self.radius))
-        t = np.where(t > 1e-3, t, _FAR)
-        point = oa + t[..., None] * d_HW3
-        along = np.clip(point @ axis, 0, length)
-        return t, (point - along[..., None] * axis) / np.float32(self.radius)
+        return t
+
+    def normals(self, points_N3: np.ndarray) -> np.ndarray:
+        """Return unit normals [N, 3] at points on the surface."""
+        axis = (self.b - self.a).astype(np.float32)
+        from_a = points_N3 - self.a.astype(np.float32)
+        share = np.clip(from_a @ axis / (axis @ axis + np.float32(1e-12)), 0, 1)
+        return (from_a - share[:, None] * axis) / np.float32(self.radius)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,13 @@ class Sphere:
         """Return the ball itself."""
         return [(self.center, self.radius)]
 
-    def hit(self, o: np.ndarray, d_HW3: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return distances [H, W] along unit rays and normals [H, W, 3]."""
-        t = _sphere_distance(o - self.center, d_HW3, self.radius)
-        return t, ((o - self.center) + t[..., None] * d_HW3) / np.float32(self.radius)
+    def distance(self, o: np.ndarray, d_HW3: np.ndarray) -> np.ndarray:
+        """Return distances [H, W] along unit rays, a large number where the ray misses."""
+        return _sphere_distance(o - self.center, d_HW3, self.radius)
+
+    def normals(self, points_N3: np.ndarray) -> np.ndarray:
+        """Return unit normals [N, 3] at points on the surface."""
+        return (points_N3 - self.center.astype(np.float32)) / np.float32(self.radius)
 
 
 @dataclass(frozen=True)
@@ -82,18 +89,19 @@ class Box:
         """Return the sphere around the cube."""
         return [(self.center, self.half * 3**0.5)]
 
-    def hit(self, o: np.ndarray, d_HW3: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return distances [H, W] along unit rays and normals [H, W, 3]."""
+    def distance(self, o: np.ndarray, d_HW3: np.ndarray) -> np.ndarray:
+        """Return distances [H, W] along unit rays, a large number where the ray misses."""
         d = np.where(np.abs(d_HW3) < 1e-6, np.float32(1e-6), d_HW3)
         middle = (self.center - o).astype(np.float32) / d
         reach = np.float32(self.half) / np.abs(d)
-        near = middle - reach
-        t_in, t_out = near.max(-1), (middle + reach).min(-1)
-        face = near.argmax(-1)
-        normal = np.zeros_like(d)
-        sign = -np.sign(np.take_along_axis(d, face[..., None], -1))
-        np.put_along_axis(normal, face[..., None], sign, -1)
-        return np.where((t_in <= t_out) & (t_in > 1e-3), t_in, _FAR), normal
+        t_in, t_out = (middle - reach).max(-1), (middle + reach).min(-1)
+        return np.where((t_in <= t_out) & (t_in > 1e-3), t_in, _FAR)
+
+    def normals(self, points_N3: np.ndarray) -> np.ndarray:
+        """Return unit normals [N, 3] at points on the surface."""
+        offset = points_N3 - self.center.astype(np.float32)
+        face = np.abs(offset).argmax(-1)
+        return np.eye(3, dtype=np.float32)[face] * np.sign(offset)
 
 
 @dataclass(frozen=True)
@@ -108,15 +116,19 @@ class Disc:
         """Return the sphere around the plate."""
         return [(self.center, self.radius)]
 
-    def hit(self, o: np.ndarray, d_HW3: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return distances [H, W] along unit rays and normals [H, W, 3], tilted on the rim."""
+    def distance(self, o: np.ndarray, d_HW3: np.ndarray) -> np.ndarray:
+        """Return distances [H, W] along unit rays, a large number where the ray misses."""
         dz = np.where(np.abs(d_HW3[..., 2]) < 1e-6, np.float32(1e-6), d_HW3[..., 2])
         t = np.float32(self.center[2] - o[2]) / dz
         xy = (o - self.center)[:2].astype(np.float32) + t[..., None] * d_HW3[..., :2]
-        r = np.sqrt((xy * xy).sum(-1))
-        normal = np.zeros_like(d_HW3)
-        normal[..., 2] = np.where(r > 0.8 * self.radius, np.float32(0.55), np.float32(1))
-        return np.where((r <= self.radius) & (t > 1e-3), t, _FAR), normal
+        inside = (xy * xy).sum(-1) <= np.float32(self.radius**2)
+        return np.where(inside & (t > 1e-3), t, _FAR)
+
+    def normals(self, points_N3: np.ndarray) -> np.ndarray:
+        """Return normals [N, 3] at points on the plate, shorter on the rim, which darkens it."""
+        r = np.linalg.norm((points_N3 - self.center.astype(np.float32))[:, :2], axis=1)
+        up = np.where(r > 0.8 * self.radius, np.float32(0.55), np.float32(1))
+        return np.stack([np.zeros_like(up), np.zeros_like(up), up], axis=1)
 
 
 Primitive = Capsule | Sphere | Box | Disc
@@ -138,7 +150,7 @@ class Camera:
     height: int
     width: int
     focal: float
-    rays_HW3: np.ndarray = field(init=False, repr=False)
+    rays_HW3: np.ndarray = field(init=False, repr=False)  # noqa: N815 (a shape suffix)
 
     def __post_init__(self) -> None:
         local = _local_rays(self.height, self.width, self.focal)
@@ -159,7 +171,7 @@ class Camera:
         return cls(np.array(position), rotation, **size)
 
     def rectangle(self, spheres: list[tuple[np.ndarray, float]]) -> tuple[slice, slice]:
-        """Return the rows and columns that may show the spheres (all of them when one touches the camera)."""
+        """Return the rows and columns that may show the spheres: all when one touches the camera."""
         low, high = np.full(2, np.inf), np.full(2, -np.inf)
         for center, radius in spheres:
             x, y, z = (center - self.position) @ self.rotation
@@ -196,9 +208,11 @@ def render(camera: Camera, primitives: list[Primitive], *, static: bool) -> np.n
         rows, columns = camera.rectangle(primitive.spheres())
         if rows.stop <= rows.start or columns.stop <= columns.start:
             continue
-        t, normal = primitive.hit(camera.position, camera.rays_HW3[rows, columns])
+        rays = camera.rays_HW3[rows, columns]
+        t = primitive.distance(camera.position, rays)
         seen = t < depth[rows, columns]
-        shade = 0.45 + 0.55 * np.clip(normal[seen] @ LIGHT, 0, 1)
+        normals = primitive.normals(camera.position + t[seen][:, None] * rays[seen])
+        shade = 0.45 + 0.55 * np.clip(normals @ LIGHT, 0, 1)
         color[rows, columns][seen] = shade[:, None] * np.array(primitive.color, np.float32)
         depth[rows, columns][seen] = t[seen]
     return color.astype(np.uint8)
@@ -240,14 +254,15 @@ def _local_rays(height: int, width: int, focal: float) -> np.ndarray:
 
 
 def _ground(camera: Camera) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return colour, depth, the point of the table's plane under each pixel, and whether it is on the table."""
+    """Return colour, depth, the table plane's point under each pixel, whether it is on the table."""
     dz = camera.rays_HW3[..., 2]
     t = np.where(dz < -1e-3, -camera.position[2] / np.minimum(dz, np.float32(-1e-3)), _FAR)
     point = camera.position[:2] + t[..., None] * camera.rays_HW3[..., :2]
     x, y = point[..., 0], point[..., 1]
     on = (t < _FAR) & (x > TABLE[0]) & (x < TABLE[1]) & (y > TABLE[2]) & (y < TABLE[3])
     checker = (np.floor(x * 10) + np.floor(y * 10)) % 2
-    wood = np.where(checker[..., None] > 0, np.float32([196, 176, 150]), np.float32([186, 164, 136]))
+    light, dark = np.float32([196, 176, 150]), np.float32([186, 164, 136])
+    wood = np.where(checker[..., None] > 0, light, dark)
     wall = np.clip(np.float32(88) + 30 * dz[..., None], 40, 120) * np.float32([0.9, 0.95, 1.05])
     return np.where(on[..., None], wood, wall), np.where(on, t, _FAR), point, on
 
