@@ -37,7 +37,7 @@ def one_by_one(x, ids, embodiment, train=True):
 @pytest.mark.parametrize("train", [True, False])
 def test_a_batch_equals_its_samples(name, impl, train):
     h, w = EMBODIMENTS[name].view_hw
-    embodiment = replace(EMBODIMENTS[name], view_hw=(h // 4, w // 4))
+    embodiment = replace(EMBODIMENTS[name], view_hw=(h // 8, w // 8))
     x, ids = views(embodiment), [4, 900, 31]
     got = Augment(embodiment, impl=impl)(x, draws(ids), train)
     want = one_by_one(x, ids, embodiment, train)
@@ -142,10 +142,10 @@ def test_the_layouts_fits_the_embodiments():
 @pytest.mark.parametrize(("size", "out"), [(171, 88), (304, 160), (171, 176), (20, 3), (5, 5)])
 def test_the_taps_are_the_antialiased_resize(size, out):
     first, weights = augment._taps(size, out, torch.device("cpu"))
-    x = torch.rand(1, 1, size, 1)
-    want = torch.nn.functional.interpolate(x, (out, 1), mode="bilinear", antialias=True)
-    got = sum(w * x[0, 0, first + k, 0] for k, w in enumerate(weights))
-    torch.testing.assert_close(got, want[0, 0, :, 0], atol=1e-6, rtol=0)
+    x = torch.rand(1, 3, size, 4)
+    want = torch.nn.functional.interpolate(x, (out, 4), mode="bilinear", antialias=True)
+    got = sum(w * x[0, 1, first + k, 2] for k, w in enumerate(weights))
+    torch.testing.assert_close(got, want[0, 1, :, 2], atol=1e-6, rtol=0)
 
 
 def test_wrong_views_and_names_are_refused():
