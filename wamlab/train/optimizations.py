@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -46,7 +46,11 @@ class StepPlan:
 
 
 class Optimization:
-    """What an entry may do; a subclass is a frozen dataclass that overrides what it needs."""
+    """What an entry may do; a subclass is a frozen dataclass that states what it needs.
+
+    `options`, `data` and `plan` are the values it sets on the model, in the data configuration and
+    in the plan; an entry whose values are its own parameters overrides the method instead.
+    """
 
     name: ClassVar[str]
     dimension: ClassVar[Dimension]
@@ -54,46 +58,56 @@ class Optimization:
     needs: ClassVar[tuple[str, ...]] = ()  # keys of NEEDS
     exact: ClassVar[bool] = False  # losses stay bitwise equal
     tolerance: ClassVar[float] = 1e-5  # else: allowed relative loss difference in fp32
+    options: ClassVar[Mapping[str, Any]] = {}
+    data: ClassVar[Mapping[str, Any]] = {}
+    plan: ClassVar[Mapping[str, Any]] = {}
 
     def apply_data(self, data: Any) -> Any:
         """Return the data configuration with this optimization in it."""
-        return data
+        return replace(data, self.data)
 
     def apply_model(self, model: nn.Module) -> None:
-        """Change the finished, unwrapped model."""
+        """Set this optimization's options on the finished, unwrapped model.
+
+        Raises:
+            ConfigError: the model has no such option.
+        """
+        if self.options and not hasattr(model, "set_option"):
+            kind = type(model).__name__
+            raise ConfigError(
+                f"optimization {self.name!r} sets {self.options}, but {kind} has no options"
+            )
+        for option, value in self.options.items():
+            model.set_option(option, value)
 
     def apply_step(self, plan: StepPlan) -> StepPlan:
         """Return the plan with this optimization in it."""
-        return plan
+        return replace(plan, self.plan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortcuts(Optimization):
-    """The exact shortcuts of the network: what is computed twice, or for nothing, is not
-    computed."""
+    """The network's exact shortcuts: what is computed twice, or for nothing, is not computed."""
 
     name, dimension, order = "shortcuts", "compute", 10
-
-    def apply_model(self, model: nn.Module) -> None:
-        set_option(model, "shortcuts", True, self.name)
+    options: ClassVar = {"shortcuts": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile(Optimization):
-    """Fused operations, one block-masked attention call, and torch.compile of each block as one
+    """Fused operations, one block-masked attention, and torch.compile of each block as one
     graph."""
 
     attention: str = "auto"
     name, dimension, order, needs = "compile", "compute", 20, ("compiler",)
     tolerance = 1e-4
+    plan: ClassVar = {"compile": True}
 
     def apply_model(self, model: nn.Module) -> None:
+        """Choose the model's fused implementation where it has one; any model's blocks compile."""
         if hasattr(model, "set_option"):
             model.set_option("impl", "fused")
             model.set_option("attention", self.attention)
-
-    def apply_step(self, plan: StepPlan) -> StepPlan:
-        return replace(plan, compile=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +115,7 @@ class FusedAdamW(Optimization):
     """One optimizer kernel for all parameters, which clips and skips on the device."""
 
     name, dimension, order = "fused_adamw", "compute", 30
-
-    def apply_step(self, plan: StepPlan) -> StepPlan:
-        return replace(plan, optimizer="fused")
+    plan: ClassVar = {"optimizer": "fused"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,9 +123,7 @@ class CudaGraph(Optimization):
     """The whole step after the data, optimizer included, captured once and replayed."""
 
     name, dimension, order, needs = "cuda_graph", "compute", 90, ("cuda",)
-
-    def apply_step(self, plan: StepPlan) -> StepPlan:
-        return replace(plan, cuda_graph=True)
+    plan: ClassVar = {"cuda_graph": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,10 +131,7 @@ class BatchedEncoders(Optimization):
     """Encoders over the whole micro-batch at once, and no VAE pass whose result is thrown away."""
 
     name, dimension, order = "batched_encoders", "parallel", 40
-
-    def apply_model(self, model: nn.Module) -> None:
-        set_option(model, "batched_encoders", True, self.name)
-        set_option(model, "skip_unused_y", True, self.name)
+    options: ClassVar = {"batched_encoders": True, "skip_unused_y": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,9 +139,7 @@ class PromptCache(Optimization):
     """Each distinct prompt is encoded once."""
 
     name, dimension, order = "prompt_cache", "parallel", 41
-
-    def apply_model(self, model: nn.Module) -> None:
-        set_option(model, "prompt_cache", True, self.name)
+    options: ClassVar = {"prompt_cache": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,12 +154,13 @@ class MicroBatch(Optimization):
             raise ConfigError(f"micro_batch.size must be at least 1 or null, got {self.size}")
 
     def apply_step(self, plan: StepPlan) -> StepPlan:
+        """Set the plan's micro-batch."""
         return replace(plan, micro_batch=self.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompute(Optimization):
-    """Which blocks keep their activations: none, selective, full, or every-K."""
+    """Which blocks recompute their activations: none, selective, full, or every-K."""
 
     mode: str = "none"
     name, dimension, order, exact = "recompute", "parallel", 51, True
@@ -163,19 +169,19 @@ class Recompute(Optimization):
         recompute_of(self.mode, 0)
 
     def apply_step(self, plan: StepPlan) -> StepPlan:
+        """Set the plan's recompute mode."""
         return replace(plan, recompute=self.mode)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fsdp2(Optimization):
-    """Parameters, gradients and optimizer state sharded by `fully_shard`, also on a mesh of one
-    GPU.
+    """Parameters, gradients and optimizer state sharded by `fully_shard`, on one GPU too.
 
     Under bf16 the compute dtype is bf16 and the master weights stay float32. `keep_unsharded` last
     blocks keep their parameters between forward and backward (-1: all; the backward starts with the
     last). `prefetch` blocks are gathered ahead (0: FSDP2's own order). `defer_sync` reduces
-    gradients once a step, not once a micro-batch, for the memory of unsharded gradients.
-    `replicate` > 1 is HSDP: that many copies, each sharded.
+    gradients once a step, not once a micro-batch, and costs unsharded gradients. `replicate` > 1 is
+    HSDP: that many copies, each sharded.
     """
 
     keep_unsharded: int = 1
@@ -186,6 +192,7 @@ class Fsdp2(Optimization):
     name, dimension, order = "fsdp2", "parallel", 60
 
     def apply_step(self, plan: StepPlan) -> StepPlan:
+        """Set the plan's sharding."""
         return replace(plan, fsdp=self)
 
 
@@ -198,17 +205,16 @@ class SplitAdamW(Optimization):
     tolerance = 2e-2
 
     def apply_step(self, plan: StepPlan) -> StepPlan:
+        """Set the plan's optimizer."""
         return replace(plan, optimizer="split", second_moment=self.second_moment)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Torchcodec(Optimization):
-    """Only the wanted frames are decoded to RGB, by torchcodec."""
+    """Only the wanted frames become RGB, decoded by torchcodec."""
 
     name, dimension, order, needs, exact = "torchcodec", "data", 70, ("torchcodec",), True
-
-    def apply_data(self, data: Any) -> Any:
-        return replace(data, decoder="torchcodec")
+    data: ClassVar = {"decoder": "torchcodec"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,9 +223,7 @@ class DeviceAugment(Optimization):
 
     name, dimension, order = "device_augment", "data", 71
     tolerance = 2e-2  # pixels agree to 1/255
-
-    def apply_data(self, data: Any) -> Any:
-        return replace(data, augment="device")
+    data: ClassVar = {"augment": "device"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,25 +235,15 @@ class Prefetch(Optimization):
     name, dimension, order, exact = "prefetch", "data", 72, True
 
     def apply_data(self, data: Any) -> Any:
+        """Set the loader's workers and depth."""
         return replace(data, workers=self.workers, prefetch=self.depth)
 
 
 OPTIMIZATIONS: dict[str, type[Optimization]] = {
     cls.name: cls
     for cls in (
-        Shortcuts,
-        Compile,
-        FusedAdamW,
-        CudaGraph,
-        BatchedEncoders,
-        PromptCache,
-        MicroBatch,
-        Recompute,
-        Fsdp2,
-        SplitAdamW,
-        Torchcodec,
-        DeviceAugment,
-        Prefetch,
+        *(Shortcuts, Compile, FusedAdamW, CudaGraph, BatchedEncoders, PromptCache, MicroBatch),
+        *(Recompute, Fsdp2, SplitAdamW, Torchcodec, DeviceAugment, Prefetch),
     )
 }
 
@@ -306,19 +300,6 @@ def check_needs(optimizations: Sequence[Optimization], device: torch.device) -> 
         for need in optimization.needs:
             if not found[need]:
                 raise MissingNeedError(f"{optimization.name} needs {NEEDS[need]}")
-
-
-def set_option(model: nn.Module, option: str, value: Any, by: str) -> None:
-    """Set a model's option, or refuse the optimization for a model that has none.
-
-    Raises:
-        ConfigError: the model has no `set_option`, or not this option.
-    """
-    if not hasattr(model, "set_option"):
-        raise ConfigError(
-            f"optimization {by!r} sets the option {option!r}, but {type(model).__name__} has no options"
-        )
-    model.set_option(option, value)
 
 
 def recompute_of(mode: str, index: int) -> str:

@@ -1,0 +1,89 @@
+"""TrainConfig, the one JSON file that repeats a run, and the presets of three kinds of machine."""
+
+import dataclasses
+from typing import Any, Literal
+
+from wamlab.config import ConfigError
+from wamlab.data.loader import DataConfig
+from wamlab.model.wam import WAMConfig
+from wamlab.train.optim import OptimConfig
+from wamlab.train.optimizations import build_optimizations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run; the defaults are a CPU run that does what the public training code does.
+
+    `model` and `data` may be null where a model and a loader are handed to the Trainer.
+    """
+
+    name: str = "train"
+    model: WAMConfig | None = dataclasses.field(default_factory=WAMConfig)
+    data: DataConfig | None = dataclasses.field(default_factory=DataConfig)
+    optimizations: tuple[str | dict[str, Any], ...] = ()
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    steps: int = 7  # optimizer steps, warm-up included
+    global_batch: int = 2  # samples a step, over all ranks
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    warmup_steps: int = 2  # first steps that the record's times leave out
+    parts_steps: int = 0  # further steps, timed part by part, after the run
+    out: str | None = None  # run folder: steps.jsonl, run.json, checkpoints/
+    log_every: int = 10  # steps between two reads of the device
+    save_every: int = 0  # steps between two checkpoints; 0 saves none
+    keep: int = 2  # complete checkpoints that stay
+    resume: bool = True  # go on from the newest complete checkpoint under `out`
+    validate_every: int = 0
+    validation: DataConfig | None = None
+    validation_batches: int = 4
+    max_skipped: int = (
+        10  # consecutive steps with a non-finite loss or gradient before the run stops
+    )
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    timeout_s: float = 600.0  # of one collective
+
+    def __post_init__(self) -> None:
+        for field, least in (("steps", 1), ("global_batch", 1), ("log_every", 1), ("keep", 1)):
+            if getattr(self, field) < least:
+                raise ConfigError(f"{field} must be at least {least}, got {getattr(self, field)}")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ConfigError(
+                f"warmup_steps {self.warmup_steps} leaves none of the {self.steps} steps to measure"
+            )
+        if self.save_every and not self.out:
+            raise ConfigError("save_every needs `out`, the folder that checkpoints go to")
+        if bool(self.validate_every) != bool(self.validation):
+            raise ConfigError("validate_every and validation go together: set both or neither")
+        build_optimizations(self.optimizations)
+
+
+FULL = ("shortcuts", "compile", "fused_adamw", "batched_encoders", "prompt_cache", "micro_batch")
+
+PRESETS: dict[str, TrainConfig] = {
+    "cpu": TrainConfig(name="cpu", device="cpu"),
+    "gpu": TrainConfig(
+        name="gpu",
+        model=WAMConfig(size="small"),
+        device="cuda",
+        precision="bf16",
+        global_batch=8,
+        optimizations=(*FULL, "recompute", "fsdp2", "device_augment", "prefetch"),
+    ),
+    "node": TrainConfig(
+        name="node",
+        model=WAMConfig(size="dreamzero-5b"),
+        device="cuda",
+        precision="bf16",
+        global_batch=128,
+        optimizations=(
+            *FULL,
+            {"name": "recompute", "mode": "selective"},
+            "fsdp2",
+            "split_adamw",
+            "torchcodec",
+            "device_augment",
+            {"name": "prefetch", "workers": 4},
+        ),
+    ),
+}
