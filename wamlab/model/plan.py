@@ -1,0 +1,257 @@
+"""How the network computes: its options, and the constants of one sequence layout.
+
+Nothing here changes a number (but for the named reproductions of public faults). A `Plan` holds what
+depends on sizes alone: masks, rotary angles, which row of the time table a token reads. It is made
+once a layout and handed to every block as it is, so that no wrapper casts or shards it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from wamlab.config import ConfigError, lookup, unknown_name
+from wamlab.model import attention, fused, reference
+from wamlab.model.attention import Layout, build_attention
+
+OPERATIONS: dict[str, ModuleType] = {"reference": reference, "fused": fused}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How to compute, never what: operations, attention, exact shortcuts; then reproductions.
+
+    `impl` is a key of OPERATIONS, `attention` one of attention.IMPLEMENTATIONS or "auto".
+    """
+
+    impl: str = "fused"
+    attention: str = "auto"
+
+    distinct_times: bool = True  # embed each distinct time once; off: once a token
+    joint_queries: bool = True  # video and action queries of a block in one call ("loops")
+    state_is_value: bool = True  # a lone state token's attention is its value ("loops")
+    trim_last_block: bool = True  # the last block reads the clean stream and does not update it
+    text_padding: bool = True  # equal padding rows of the prompt as one key, its score + log count
+    longest_prompt: int | None = None  # of the run, in tokens; None: of the prompts seen so far
+
+    time_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 leaves 294 of the 1000 times distinct
+    clean_token_causal: bool = False  # without a window: token by token, not block by block
+    zero_init_img_branch: bool = False  # a fresh image branch says nothing; publicly it is random
+
+    def __post_init__(self) -> None:
+        lookup(OPERATIONS, self.impl, "impl")
+        if self.attention not in (names := ("auto", *attention.IMPLEMENTATIONS)):
+            raise ConfigError(unknown_name(self.attention, names, "attention implementation"))
+        if self.time_dtype not in (names := ("fp32", "bf16")):
+            raise ConfigError(unknown_name(self.time_dtype, names, "time_dtype"))
+
+
+SHORTCUTS = ("distinct_times", "joint_queries", "state_is_value", "trim_last_block", "text_padding")
+# what the public training code does, at its cost
+PUBLIC = ModelOptions(impl="reference", attention="loops", **dict.fromkeys(SHORTCUTS, False))
+
+
+# called with the keys and values [B, T, H, K] of new tokens, returns those of old and new ones
+Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """The constants of one layout, as the blocks read them.
+
+    `attention` maps queries [B, Q, H, K] and keys and values [B, T, H, K] to [B, Q, H, K];
+    `segment_T` names each token's row in the time table (None: a row a token); `text_bias_L` is
+    added to the scores of the text keys; tokens before `first` give keys and values only.
+    """
+
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rotation: Tensor
+    segment_T: Tensor | None = None
+    text_bias_L: Tensor | None = None
+    first: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingPlan(Plan):
+    """The plan of a training sequence, and what stands around its blocks.
+
+    `time_rows_T` and `video_rows_S` name the row of distinct times of every token and of every noisy
+    video token; `coupled`: the frames and actions of a block share one time; `text_rows` is the
+    number of text rows the blocks see; `trim`: the last block leaves out the clean stream's queries.
+    """
+
+    layout: Layout
+    time_rows_T: Tensor
+    video_rows_S: Tensor
+    coupled: bool
+    text_rows: int
+    trim: bool
+
+    @property
+    def tail(self) -> int:
+        """Tokens after the clean stream."""
+        return self.layout.tokens - self.layout.stream_tokens
+
+    def of_blocks(self, count: int) -> list[Plan]:
+        """Return the plan of each block; the last one may leave out the clean stream."""
+        last = dataclasses.replace(self, first=self.layout.stream_tokens) if self.trim else self
+        return [*[self] * (count - 1), last]
+
+    def times(self, timestep_BF: Tensor, timestep_action_BA: Tensor) -> Tensor:
+        """Return the times to embed: distinct ones [B, G], or one a token [B, T]."""
+        clean = torch.zeros_like(timestep_BF[:, :1])
+        if self.coupled:
+            step = self.layout.frames_per_block
+            times = torch.cat([clean, timestep_BF[:, :1], timestep_BF[:, 1::step]], dim=1)
+        else:
+            times = torch.cat([clean, timestep_BF, timestep_action_BA], dim=1)
+        return times if self.segment_T is not None else times[:, self.time_rows_T]
+
+    def of_video(self, time_BGD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the noisy video's time rows, and which of them each token reads."""
+        if self.segment_T is not None:
+            return time_BGD, self.video_rows_S
+        return self.layout.unbraid(time_BGD[:, -self.tail :])[0], None
+
+
+def training_plan(
+    layout: Layout,
+    grid: tuple[int, int],
+    options: ModelOptions,
+    *,
+    head_width: int,
+    text_len: int,
+    text_rows: int,
+    coupled: bool,
+    device: torch.device,
+) -> TrainingPlan:
+    """Make the plan of a training sequence.
+
+    Args:
+        layout: the sequence.
+        grid: patch rows and columns of a frame.
+        options: how to compute.
+        head_width: channels of a head.
+        text_len: rows that the public code attends to.
+        text_rows: rows that stand for them.
+        coupled: the frames and actions of a block share one time.
+        device: where the blocks run.
+    """
+    rows_T = layout.time_rows(coupled)
+    bias_L = text_bias(text_rows, text_len)
+    angles = training_angles(layout, *grid, head_width)
+    return TrainingPlan(
+        attention=build_attention(
+            layout,
+            options.attention,
+            device,
+            joint_queries=options.joint_queries,
+            state_is_value=options.state_is_value,
+            tail=options.trim_last_block,
+        ),
+        rotation=OPERATIONS[options.impl].rotation(angles).to(device),
+        segment_T=rows_T.to(device) if options.distinct_times else None,
+        text_bias_L=None if bias_L is None else bias_L.to(device),
+        layout=layout,
+        time_rows_T=rows_T.to(device),
+        video_rows_S=layout.unbraid(rows_T[None, layout.stream_tokens :])[0][0].to(device),
+        coupled=coupled,
+        text_rows=text_rows,
+        trim=options.trim_last_block,
+    )
+
+
+def training_angles(layout: Layout, rows: int, cols: int, head_width: int) -> Tensor:
+    """Return the rotary angles of a training sequence: fp64 [T, P].
+
+    Clean and noisy video stand at the same places; actions and states count their own steps from 0.
+    """
+    video = video_angles(layout.frames, rows, cols, head_width)
+    action = line_angles(layout.blocks * layout.actions_per_block, head_width)
+    state = line_angles(layout.blocks * layout.states_per_block, head_width)
+    return layout.braid(*(angles[None] for angles in (video, video, action, state)))[0]
+
+
+def video_angles(frames: int, rows: int, cols: int, head_width: int, *, start: int = 0) -> Tensor:
+    """Return the angles of video tokens in (frame, row, column) order: fp64 [frames*rows*cols, P].
+
+    A head's pairs are shared out to time, row and column; each axis has frequencies of its own.
+    `start` is the index of the first frame.
+    """
+    side = 2 * (head_width // 6)
+    time = line_angles(frames, head_width - 2 * side, start=start)[:, None, None]
+    row = line_angles(rows, side)[None, :, None]
+    col = line_angles(cols, side)[None, None, :]
+    size = (frames, rows, cols, -1)
+    return torch.cat([time.expand(size), row.expand(size), col.expand(size)], dim=-1).flatten(0, 2)
+
+
+def line_angles(count: int, width: int, *, start: int = 0) -> Tensor:
+    """Return the angles of positions start .. start+count-1 over `width` channels: fp64 [count, P]."""
+    position = torch.arange(start, start + count, dtype=torch.float64)
+    frequency = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    return position[:, None] * frequency
+
+
+def text_bias(kept: int, text_len: int) -> Tensor | None:
+    """Return what lets `kept` text rows stand for all `text_len`, where the last two are padding.
+
+    Those two weigh as much as the text_len - kept + 2 equal rows that they stand for. One bias,
+    log(count), would be rounded to bf16 in the attention and miss the count by up to 1.6 %; a bias
+    that bf16 holds exactly and a second one for the rest miss it by 0.03 %.
+
+    Returns:
+        fp32 [kept], zero but for the last two; None if nothing was left out.
+    """
+    if kept >= text_len:
+        return None
+    count = text_len - kept + 2
+    coarse = math.floor(math.log(count) * 32) / 32
+    bias_L = torch.zeros(kept)
+    bias_L[-2:] = torch.tensor([coarse, math.log(count - math.exp(coarse))])
+    return bias_L
+
+
+def count_text_rows(
+    options: ModelOptions, lengths_B: Tensor | None, text_len: int, seen: int = 0
+) -> int:
+    """Return how many text rows to keep: the longest prompt rounded up to 16, and two that count.
+
+    Args:
+        options: `text_padding`, and `longest_prompt` of the run where it is known.
+        lengths_B: int64 [B], rows of each prompt; None keeps all rows.
+        text_len: all rows.
+        seen: rows kept before; the number only grows, so that shapes soon stop changing.
+
+    Raises:
+        ConfigError: a prompt is longer than options.longest_prompt.
+    """
+    if not options.text_padding or lengths_B is None:
+        return text_len
+    longest = options.longest_prompt
+    if longest is None:
+        longest = int(lengths_B.max())
+    elif lengths_B.device.type == "cpu" and int(lengths_B.max()) > longest:
+        raise ConfigError(
+            f"a prompt has {int(lengths_B.max())} tokens, but longest_prompt is {longest}: raise it, "
+            "or leave it out"
+        )
+    return max(seen, min(-(-longest // 16) * 16 + 2, text_len))
+
+
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def save_matmuls() -> tuple:
+    """Selective recompute: keep what a matrix product or an attention made, redo what is cheap."""
+
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        keep = op in _MATMULS or "attention" in str(op)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
