@@ -12,10 +12,10 @@ DISPLAY = {"matplotlib", "IPython", "ipywidgets"}
 # inside a package a module imports only those that stand before it
 ORDER = {
     "": "config draws hardware measure dist ffmpeg trace profiler",
-    "model": "reference fused attention dit flow_matching flops vae text image wam weights lora "
-    "sampling",
-    "data": "embodiment frame_times video lerobot lerobot_write windows augment cache loader check "
-    "transcode toy_render toy bench_decode",
+    "model": "reference fused attention plan init dit flow_matching flops vae text image wam "
+    "weights lora sampling",
+    "data": "embodiment container frame_times decoder video lerobot lerobot_write windows augment "
+    "cache loader check transcode toy_render toy bench_decode",
     "train": "optim optimizations communication memory checkpoint metrics config trainer deepspeed",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

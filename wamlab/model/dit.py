@@ -1,8 +1,8 @@
-"""The world action model: one diffusion transformer that denoises video and robot actions together.
+"""The world action model: one diffusion transformer that denoises video and actions together.
 
-Read top to bottom: sizes, ways to compute, embeddings, one block, the whole network. A training call
-takes the clean latents of a clip and a noisy copy, noisy actions and clean robot states, and predicts
-the flow-matching velocity of video and actions:
+Read top to bottom: sizes, registers, one block, the whole network. A training call takes the clean
+latents of a clip and a noisy copy, noisy actions and clean robot states, and predicts the
+flow-matching velocity of video and actions:
 
     patches + registers -> [clean | noisy video, actions, states of each block] -> N blocks -> heads
 
@@ -24,32 +24,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wamlab.config import ConfigError
 from wamlab.model import attention, reference
 from wamlab.model.attention import Layout
+from wamlab.model.init import init_dit
+from wamlab.model.plan import PUBLIC as PUBLIC
+from wamlab.model.plan import SHORTCUTS as SHORTCUTS
 from wamlab.model.plan import (
-    OPERATIONS,
-    PUBLIC,
-    SHORTCUTS,
     Cache,
     ModelOptions,
     Plan,
     TrainingPlan,
     count_text_rows,
+    exact_times,
     save_matmuls,
     training_plan,
 )
-
-__all__ = [
-    "MODEL_SIZES",
-    "PUBLIC",
-    "SHORTCUTS",
-    "DiTConfig",
-    "ModelOptions",
-    "WorldActionDiT",
-    "init_parameter",
-    "unpatchify",
-]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +103,7 @@ class CategoryLinear(nn.Module):
         self.b = nn.Parameter(torch.empty(1, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
         return F.linear(x, self.W[0].T, self.b[0])
 
 
@@ -126,6 +116,7 @@ class CategoryMLP(nn.Module):
         self.layer2 = CategoryLinear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
         return self.layer2(F.relu(self.layer1(x)))
 
 
@@ -139,6 +130,7 @@ class ActionEncoder(nn.Module):
         self.W3 = CategoryLinear(dim, dim)
 
     def forward(self, action_BAC: Tensor, time_BA: Tensor) -> Tensor:
+        """[B, A, action_dim] and times [B, A] -> [B, A, D]."""
         token = self.W1(action_BAC)
         time = reference.action_sinusoid(time_BA, token.shape[-1]).to(token.dtype)
         return self.W3(F.silu(self.W2(torch.cat([token, time], dim=-1))))
@@ -154,13 +146,13 @@ class SelfAttention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = (nn.RMSNorm(dim, eps=config.eps) for _ in range(2))
 
-    def forward(
-        self, x_BTD: Tensor, plan: Plan, ops: ModuleType, cache: Cache | None = None
-    ) -> Tensor:
-        turn, weight = plan.rotation, self.norm_q.weight
-        q = self.q(x_BTD[:, plan.first :])
-        q = ops.norm_rope(q, weight, turn[..., plan.first :, :], self.heads, eps=self.eps)
-        k = ops.norm_rope(self.k(x_BTD), self.norm_k.weight, turn, self.heads, eps=self.eps)
+    def forward(self, x_BTD: Tensor, plan: Plan, cache: Cache | None = None) -> Tensor:
+        """[B, T, D] -> [B, Q, D]."""
+        first, turn = plan.first, plan.rotation
+        q, k = self.q(x_BTD[:, first:]), self.k(x_BTD)
+        turn_q, size = turn[..., first:, :], {"heads": self.heads, "eps": self.eps}
+        q = plan.ops.norm_rope(q, self.norm_q.weight, turn_q, **size)
+        k = plan.ops.norm_rope(k, self.norm_k.weight, turn, **size)
         v = self.v(x_BTD).unflatten(-1, (self.heads, -1))
         if cache is not None:
             k, v = cache(k, v)
@@ -168,7 +160,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every token looks at the image and, by a softmax of its own, at the prompt; the two are added."""
+    """Every token looks at image and prompt, by a softmax each; the two results are added."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -181,39 +173,32 @@ class CrossAttention(nn.Module):
             nn.RMSNorm(dim, eps=config.eps) for _ in range(3)
         )
 
-    def forward(
-        self,
-        x_BQD: Tensor,
-        image_BID: Tensor,
-        text_BLD: Tensor,
-        bias_L: Tensor | None,
-        ops: ModuleType,
-    ) -> Tensor:
+    def forward(self, x_BQD: Tensor, image_BID: Tensor, text_BLD: Tensor, plan: Plan) -> Tensor:
+        """[B, Q, D] -> [B, Q, D]."""
+
         def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
-            x = x if norm is None else ops.rms_norm(x, norm.weight, self.eps)
+            x = x if norm is None else plan.ops.rms_norm(x, norm.weight, self.eps)
             return x.unflatten(-1, (self.heads, -1))
 
-        q = heads(self.q(x_BQD), self.norm_q)
+        q, bias_L = heads(self.q(x_BQD), self.norm_q), plan.text_bias
         bias = None if bias_L is None else bias_L.to(q.dtype)[None, None, None]
-        text = attention.full(
-            q, heads(self.k(text_BLD), self.norm_k), heads(self.v(text_BLD)), bias
-        )
+        k_text, v_text = heads(self.k(text_BLD), self.norm_k), heads(self.v(text_BLD))
         k_img, v_img = heads(self.k_img(image_BID), self.norm_k_img), heads(self.v_img(image_BID))
-        return self.o((text + attention.full(q, k_img, v_img)).flatten(2))
+        seen = attention.full(q, k_text, v_text, bias) + attention.full(q, k_img, v_img)
+        return self.o(seen.flatten(2))
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention, feed-forward; time scales, shifts and gates the first and last.
+    """Self-attention, cross-attention, feed-forward; time modulates the first and the last.
 
-    `recompute` is read in the block's own forward ("none", "full", "selective"), so that compiling and
-    sharding wrap around it: recompute inside, then compile, then `fully_shard`.
+    `recompute` is read in the block's own forward, so that compiling and sharding wrap around it:
+    recompute inside, then compile, then `fully_shard`.
     """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         dim = config.dim
         self.eps = config.eps
-        self.impl = "fused"
         self.recompute: Literal["none", "full", "selective"] = "none"
         self.modulation = nn.Parameter(torch.empty(1, 6, dim))
         self.self_attn = SelfAttention(config)
@@ -234,16 +219,16 @@ class Block(nn.Module):
         )
 
     def _compute(self, x, time_BG6D, image_BID, text_BLD, plan, cache) -> Tensor:
-        ops, eps, segment, first = OPERATIONS[self.impl], self.eps, plan.segment_T, plan.first
+        ops, eps, segment, first = plan.ops, self.eps, plan.segment, plan.first
         rows = (self.modulation + time_BG6D).unbind(2)
         normed = ops.norm_modulate(x, rows[0], rows[1], segment, eps=eps)
-        update = self.self_attn(normed, plan, ops, cache)
+        update = self.self_attn(normed, plan, cache)
         if first:
             x = x[:, first:]
             rows = rows if segment is not None else [row[:, first:] for row in rows]
             segment = None if segment is None else segment[first:]
         x = ops.gated_residual(x, update, rows[2], segment)
-        x = x + self.cross_attn(self.norm3(x), image_BID, text_BLD, plan.text_bias_L, ops)
+        x = x + self.cross_attn(self.norm3(x), image_BID, text_BLD, plan)
         hidden = self.ffn[0](ops.norm_modulate(x, rows[3], rows[4], segment, eps=eps))
         return ops.gated_residual(x, self.ffn[2](ops.gelu_tanh(hidden)), rows[5], segment)
 
@@ -258,14 +243,16 @@ class Head(nn.Module):
         self.head = nn.Linear(config.dim, 4 * config.out_dim)
 
     def forward(self, x_BSD, time_BGD, segment_S, ops: ModuleType) -> Tensor:
+        """[B, S, D] -> [B, S, 4C]."""
         shift, scale = (self.modulation + time_BGD[:, :, None]).unbind(2)
         return self.head(ops.norm_modulate(x_BSD, shift, scale, segment_S, eps=self.eps))
 
 
 class BlockList(nn.ModuleList):
-    """The blocks; called, it returns them as the plain list that trainers ask a model for."""
+    """The blocks under their public name; trainers call it."""
 
     def forward(self) -> list[nn.Module]:
+        """Return the blocks as a plain list."""
         return list(self)
 
 
@@ -293,16 +280,13 @@ class WorldActionDiT(nn.Module):
         self.blocks = BlockList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
         self.set_options(options or ModelOptions())
-        for name, parameter in self.named_parameters():
-            init_parameter(name, parameter, silent_image=self.options.zero_init_img_branch)
+        init_dit(self, silent_image=self.options.zero_init_img_branch)
 
     def set_options(self, options: ModelOptions) -> None:
         """Change how the network computes; parameters stay as they are."""
         self.options = options
         self._plans: dict[tuple, Plan] = {}
         self._text_rows = 0
-        for block in self.blocks:
-            block.impl = options.impl
 
     def forward(
         self,
@@ -341,20 +325,20 @@ class WorldActionDiT(nn.Module):
         Raises:
             ConfigError: shapes that do not fit each other or the configuration.
         """
-        patch, ops = self.patch_embedding, OPERATIONS[self.options.impl]
-        dtype = patch.weight.dtype
+        patch, dtype = self.patch_embedding, self.patch_embedding.weight.dtype
         if action is None:
             action = x.new_zeros(len(x), 0, self.config.action_dim)
             state, timestep_action = (
                 x.new_zeros(len(x), 0, self.config.max_state_dim),
                 action[..., 0],
             )
-        timestep, timestep_action = (self._exact(t) for t in (timestep, timestep_action))
+        timestep, timestep_action = exact_times(self.options, timestep, timestep_action)
         plan = self._plan(x, action, state, context_length=context_length, coupled=coupled_times)
 
         if self.config.concat_first_frame_latent:
             x, clean_x = torch.cat([x, y], 1), torch.cat([clean_x, y], 1)
-        noisy, clean = (ops.patchify(v.to(dtype), patch.weight, patch.bias) for v in (x, clean_x))
+        x, clean_x = x.to(dtype), clean_x.to(dtype)
+        noisy, clean = (plan.ops.patchify(v, patch.weight, patch.bias) for v in (x, clean_x))
         actions = self.action_encoder(action.to(dtype), timestep_action)
         states = self.state_encoder(state.to(dtype))
         tokens = plan.layout.braid(clean, noisy, actions, states)
@@ -365,7 +349,7 @@ class WorldActionDiT(nn.Module):
             tokens = block(tokens, time_BG6D, image, text, plan=block_plan)
 
         video, action_tokens, _ = plan.layout.unbraid(tokens[:, -plan.tail :])
-        patches = self.head(video, *plan.of_video(time_BGD), ops)
+        patches = self.head(video, *plan.of_video(time_BGD), plan.ops)
         velocity = unpatchify(patches, x.shape[3] // 2, x.shape[4] // 2)
         return velocity, self.action_decoder(action_tokens)
 
@@ -378,21 +362,10 @@ class WorldActionDiT(nn.Module):
     def embed_context(
         self, clip_feature: Tensor, context: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
-        """Embed image tokens [B, I, clip_dim] and the first `rows` rows of the prompt, zero-padded."""
+        """Embed image tokens [B, I, clip_dim] and `rows` rows of the prompt, cut or padded."""
         dtype = self.patch_embedding.weight.dtype
         text = F.pad(context[:, :rows], (0, 0, 0, max(rows - context.shape[1], 0)))
         return self.img_emb(clip_feature.to(dtype)), self.text_embedding(text.to(dtype))
-
-    def _exact(self, time: Tensor) -> Tensor:
-        if self.options.time_dtype == "bf16":
-            return time.bfloat16()
-        if time.dtype in (torch.bfloat16, torch.float16):
-            raise ConfigError(
-                f"times arrived as {time.dtype}, which merges most of the 1000 of them: keep them fp32 "
-                "(under FSDP2, MixedPrecisionPolicy(cast_forward_inputs=False) for the root), or set "
-                "time_dtype='bf16' to reproduce that"
-            )
-        return time
 
     def _plan(self, x, action, state, *, context_length, coupled: bool) -> TrainingPlan:
         config, options, acts = self.config, self.options, action.shape[1] > 0
@@ -426,30 +399,3 @@ def unpatchify(patches_BSE: Tensor, rows: int, cols: int) -> Tensor:
 
 def _mlp(inputs: int, activation: nn.Module, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, outputs), activation, nn.Linear(outputs, outputs))
-
-
-@torch.no_grad()
-def init_parameter(name: str, parameter: Tensor, *, silent_image: bool = False) -> None:
-    """Fill one parameter as a fresh public model does; `silent_image` zeroes the image branch.
-
-    Linear weights are Xavier-uniform and biases 0; embeddings of text and time, and the maps of the
-    registers, are small normals; the head starts at 0; modulations have standard deviation D^-0.5.
-    """
-    fan_in, fan_out = parameter[0].numel(), len(parameter)
-    if name == "patch_embedding.bias":
-        return  # as nn.Conv3d left it
-    if "norm" in name or name.startswith(("img_emb.proj.0", "img_emb.proj.4")):
-        parameter.fill_(float(name.endswith("weight")))
-    elif name.endswith("modulation"):
-        parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    elif (
-        name == "head.head.weight"
-        or name.endswith((".bias", ".b"))
-        or (silent_image and "v_img" in name)
-    ):
-        parameter.zero_()
-    elif name.startswith(("text_embedding", "time_embedding")) or name.endswith(".W"):
-        parameter.normal_(std=0.02)
-    else:
-        bound = (6 / (fan_in + fan_out)) ** 0.5
-        parameter.uniform_(-bound, bound)

@@ -1,8 +1,11 @@
 """How the network computes: its options, and the constants of one sequence layout.
 
-Nothing here changes a number (but for the named reproductions of public faults). A `Plan` holds what
-depends on sizes alone: masks, rotary angles, which row of the time table a token reads. It is made
-once a layout and handed to every block as it is, so that no wrapper casts or shards it.
+Nothing here changes a number (but for the named reproductions of public faults). A `Plan` holds
+what depends on sizes alone: masks, rotary angles, which row of the time table a token reads. It is
+made once a layout and handed to every block as it is, so that no wrapper casts or shards it.
+
+Shapes: B batch, T tokens, Q queries, S video tokens of one stream, F frames, A actions, G distinct
+times, D width, H heads, K head width, P = K/2 pairs, L text rows.
 """
 
 import dataclasses
@@ -64,30 +67,77 @@ Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Plan:
     """The constants of one layout, as the blocks read them.
 
-    `attention` maps queries [B, Q, H, K] and keys and values [B, T, H, K] to [B, Q, H, K];
-    `segment_T` names each token's row in the time table (None: a row a token); `text_bias_L` is
+    `impl` is a key of OPERATIONS, and made `rotation`; `attention` maps queries [B, Q, H, K] and
+    keys and values [B, T, H, K] to [B, Q, H, K]; `segment` [T] names each token's row in the time
+    table (None: a row a token); `text_bias` [L] is added to the scores of the text keys; tokens
+    before `first` give keys and values only.
+    """
+
+    impl: str = "fused"
+    attention: str = "auto"
+
+    distinct_times: bool = True  # embed each distinct time once; off: once a token
+    joint_queries: bool = True  # video and action queries of a block in one call ("loops")
+    state_is_value: bool = True  # a lone state token's attention is its value ("loops")
+    trim_last_block: bool = True  # the last block reads the clean stream and does not update it
+    text_padding: bool = True  # equal padding rows of the prompt as one key, its score + log count
+    longest_prompt: int | None = None  # of the run, in tokens; None: of the prompts seen so far
+
+    time_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 leaves 294 of the 1000 times distinct
+    clean_token_causal: bool = False  # without a window: token by token, not block by block
+    zero_init_img_branch: bool = False  # a fresh image branch says nothing; publicly it is random
+
+    def __post_init__(self) -> None:
+        lookup(OPERATIONS, self.impl, "impl")
+        if self.attention not in (names := ("auto", *attention.IMPLEMENTATIONS)):
+            raise ConfigError(unknown_name(self.attention, names, "attention implementation"))
+        if self.time_dtype not in (names := ("fp32", "bf16")):
+            raise ConfigError(unknown_name(self.time_dtype, names, "time_dtype"))
+
+
+SHORTCUTS = ("distinct_times", "joint_queries", "state_is_value", "trim_last_block", "text_padding")
+# what the public training code does, at its cost
+PUBLIC = ModelOptions(impl="reference", attention="loops", **dict.fromkeys(SHORTCUTS, False))
+
+
+# called with the keys and values [B, T, H, K] of new tokens, returns those of old and new ones
+Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """The constants of one layout, as the blocks read them.
+
+    `impl` is a key of OPERATIONS, and made `rotation`; `attention` maps queries [B, Q, H, K] and keys
+    and values [B, T, H, K] to [B, Q, H, K]; `segment` names each token's row in the time table (None: a row a token); `text_bias` is
     added to the scores of the text keys; tokens before `first` give keys and values only.
     """
 
+    impl: str
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
     rotation: Tensor
-    segment_T: Tensor | None = None
-    text_bias_L: Tensor | None = None
+    segment: Tensor | None = None
+    text_bias: Tensor | None = None
     first: int = 0
+
+    @property
+    def ops(self) -> ModuleType:
+        """The operations of `impl`."""
+        return OPERATIONS[self.impl]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingPlan(Plan):
     """The plan of a training sequence, and what stands around its blocks.
 
-    `time_rows_T` and `video_rows_S` name the row of distinct times of every token and of every noisy
-    video token; `coupled`: the frames and actions of a block share one time; `text_rows` is the
-    number of text rows the blocks see; `trim`: the last block leaves out the clean stream's queries.
+    `time_rows` and `video_rows` name the row of distinct times of every token [T] and of every
+    noisy video token [S]; `coupled`: the frames and actions of a block share one time; `text_rows`
+    is how many the blocks see; `trim`: the last block leaves out the clean stream's queries.
     """
 
     layout: Layout
-    time_rows_T: Tensor
-    video_rows_S: Tensor
+    time_rows: Tensor
+    video_rows: Tensor
     coupled: bool
     text_rows: int
     trim: bool
@@ -110,12 +160,12 @@ class TrainingPlan(Plan):
             times = torch.cat([clean, timestep_BF[:, :1], timestep_BF[:, 1::step]], dim=1)
         else:
             times = torch.cat([clean, timestep_BF, timestep_action_BA], dim=1)
-        return times if self.segment_T is not None else times[:, self.time_rows_T]
+        return times if self.segment is not None else times[:, self.time_rows]
 
     def of_video(self, time_BGD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the noisy video's time rows, and which of them each token reads."""
-        if self.segment_T is not None:
-            return time_BGD, self.video_rows_S
+        if self.segment is not None:
+            return time_BGD, self.video_rows
         return self.layout.unbraid(time_BGD[:, -self.tail :])[0], None
 
 
@@ -143,9 +193,10 @@ def training_plan(
         device: where the blocks run.
     """
     rows_T = layout.time_rows(coupled)
-    bias_L = text_bias(text_rows, text_len)
+    bias_L = text_count_bias(text_rows, text_len)
     angles = training_angles(layout, *grid, head_width)
     return TrainingPlan(
+        impl=options.impl,
         attention=build_attention(
             layout,
             options.attention,
@@ -155,11 +206,11 @@ def training_plan(
             tail=options.trim_last_block,
         ),
         rotation=OPERATIONS[options.impl].rotation(angles).to(device),
-        segment_T=rows_T.to(device) if options.distinct_times else None,
-        text_bias_L=None if bias_L is None else bias_L.to(device),
+        segment=rows_T.to(device) if options.distinct_times else None,
+        text_bias=None if bias_L is None else bias_L.to(device),
         layout=layout,
-        time_rows_T=rows_T.to(device),
-        video_rows_S=layout.unbraid(rows_T[None, layout.stream_tokens :])[0][0].to(device),
+        time_rows=rows_T.to(device),
+        video_rows=layout.unbraid(rows_T[None, layout.stream_tokens :])[0][0].to(device),
         coupled=coupled,
         text_rows=text_rows,
         trim=options.trim_last_block,
@@ -192,13 +243,13 @@ def video_angles(frames: int, rows: int, cols: int, head_width: int, *, start: i
 
 
 def line_angles(count: int, width: int, *, start: int = 0) -> Tensor:
-    """Return the angles of positions start .. start+count-1 over `width` channels: fp64 [count, P]."""
+    """Return the angles of positions start .. start+count-1 over `width` channels: [count, P]."""
     position = torch.arange(start, start + count, dtype=torch.float64)
     frequency = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     return position[:, None] * frequency
 
 
-def text_bias(kept: int, text_len: int) -> Tensor | None:
+def text_count_bias(kept: int, text_len: int) -> Tensor | None:
     """Return what lets `kept` text rows stand for all `text_len`, where the last two are padding.
 
     Those two weigh as much as the text_len - kept + 2 equal rows that they stand for. One bias,
@@ -215,6 +266,24 @@ def text_bias(kept: int, text_len: int) -> Tensor | None:
     bias_L = torch.zeros(kept)
     bias_L[-2:] = torch.tensor([coarse, math.log(count - math.exp(coarse))])
     return bias_L
+
+
+def exact_times(options: ModelOptions, *times: Tensor) -> list[Tensor]:
+    """Return the times untouched, or rounded to bf16 where options.time_dtype says so.
+
+    Raises:
+        ConfigError: they arrive in half precision, in which most of the 1000 times merge.
+    """
+    if options.time_dtype == "bf16":
+        return [time.bfloat16() for time in times]
+    for time in times:
+        if time.dtype in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"times arrived as {time.dtype}, which merges most of the 1000 of them: keep them "
+                "fp32 (under FSDP2, MixedPrecisionPolicy(cast_forward_inputs=False) for the root), "
+                "or set time_dtype='bf16' to reproduce the public fault"
+            )
+    return list(times)
 
 
 def count_text_rows(
@@ -238,8 +307,8 @@ def count_text_rows(
         longest = int(lengths_B.max())
     elif lengths_B.device.type == "cpu" and int(lengths_B.max()) > longest:
         raise ConfigError(
-            f"a prompt has {int(lengths_B.max())} tokens, but longest_prompt is {longest}: raise it, "
-            "or leave it out"
+            f"a prompt has {int(lengths_B.max())} tokens, but longest_prompt is {longest}: "
+            "raise it, or leave it out"
         )
     return max(seen, min(-(-longest // 16) * 16 + 2, text_len))
 
