@@ -11,7 +11,7 @@ from rich.text import Text
 
 from wamlab.measure import Record
 
-COLUMNS = ("row", "step [ms]", "samples/s", "speed-up", "peak [GiB]", "data wait", "Δ loss")
+COLUMNS = ("row", "step (ms)", "samples/s", "speed-up", "peak (GiB)", "data wait", "Δ loss")
 
 
 def baseline(records: Sequence[Record]) -> Record | None:
