@@ -41,12 +41,12 @@ SONAMES = {
     8: (60, 6, 9, 62, 62, 11, 62),
     9: (61, 7, 10, 63, 63, 12, 63),
 }
+CPU_TORCHCODEC = "pip install 'torchcodec>=0.11,<0.14'"
 PYAV_HINT = "or decode without torchcodec: decoder 'pyav'"
 
 
 class FFmpegError(UserError):
-    """torchcodec cannot be loaded; the message says which cause it is and the command that cures
-    it."""
+    """torchcodec cannot be loaded; the message names the cause and the command that cures it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,7 @@ class Found:
 
 @cache
 def prepare() -> Found:
-    """Make an FFmpeg that torchcodec can link available in this process; call it before `import
-    torchcodec`.
+    """Make an FFmpeg available that torchcodec can link; call it before `import torchcodec`.
 
     The system's FFmpeg is taken if torchcodec supports it, else PyAV's. WAMLAB_FFMPEG=system or
     =pyav forces one. Further calls return the first call's answer.
@@ -95,6 +94,9 @@ def load_torchcodec() -> ModuleType:
         found = prepare()
         try:
             importlib.import_module("torchcodec.decoders")
+            core = sys.modules["torchcodec._core.ops"]
+            if core.ffmpeg_major_version is None:  # newer versions fail only when they are used
+                core.load_core_libraries()
         except (ImportError, OSError, RuntimeError) as error:
             raise FFmpegError(_explain(error, found)) from error
     return sys.modules["torchcodec.decoders"]
@@ -111,8 +113,7 @@ def describe() -> str:
 
 
 def program() -> str | None:
-    """Return the path of an `ffmpeg` program: the system's, else the one in imageio-ffmpeg, else
-    None."""
+    """Return the path of an `ffmpeg` program: the system's, else imageio-ffmpeg's, else None."""
     found = shutil.which("ffmpeg")
     if found is None and importlib.util.find_spec("imageio_ffmpeg"):
         try:
@@ -183,8 +184,7 @@ def _pyav_folder(majors: list[int]) -> Path:
 
 
 def _build(libs: Path, sources: list[tuple[Path, str]]) -> Path:
-    """Return a folder with the seven libraries under plain names, made once per PyAV
-    installation."""
+    """Return a folder of the seven libraries under plain names, made once per PyAV."""
     stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f, _ in sources]
     key = hashlib.sha256(repr((str(libs), stamps)).encode()).hexdigest()[:16]
     base = cache_dir()
@@ -253,28 +253,31 @@ def _no_ffmpeg(what: str, majors: list[int]) -> str:
 def _explain(error: BaseException, found: Found) -> str:
     """Return which cause an import error of torchcodec has, and its cure."""
     text = _chain(error)
-    torch, codec = _version("torch"), _version("torchcodec")
-    missing = re.search(r"(lib(?:nv|cu|npp|cud)[\w.-]*): cannot open shared object", text)
-    if missing and "+cpu" in torch:
-        return (
-            f"torch {torch} is a CPU build and torchcodec {codec} is built for CUDA "
-            f"({missing[1]} is missing): pip install 'torchcodec>=0.11,<0.14', {PYAV_HINT}"
-        )
-    if missing:
-        return (
-            f"torchcodec {codec} misses the CUDA library {missing[1]}; torch {torch} does not bring "
-            f"it: pip install {_cuda_package(missing[1])}, or, to decode on the CPU, "
-            f"pip install 'torchcodec>=0.11,<0.14', {PYAV_HINT}"
-        )
-    absent = re.search(r"(lib(?:av|sw)\w+\.so\.\d+): cannot open shared object", text)
-    symbol = re.search(r"undefined symbol: (\S+)", text)
-    if symbol or not absent:
-        why = f"undefined symbol {symbol[1]}" if symbol else text.strip().splitlines()[-1]
-        return (
-            f"torchcodec {codec} does not fit torch {torch} ({why}): pip install --force-reinstall "
-            f"-e '.[cpu]' or -e '.[cuda]', which pair the two, {PYAV_HINT}"
-        )
-    return f"{_no_ffmpeg(f'{absent[1]} did not load although {found} was found', [found.major])}"
+    # torchcodec tries every FFmpeg version; only the one that is there can say what is wrong
+    own = re.search(
+        rf"FFmpeg version {found.major}:(.*?)(?:FFmpeg version \d|\[end of)", text, re.S
+    )
+    text = own[1] if own else text
+    missing = re.search(r"(lib[\w.+-]+): cannot open shared object", text)
+    library = missing[1] if missing else ""
+    torch, codec = _version("torch"), f"torchcodec {_version('torchcodec')}"
+    if re.match(r"lib(av|sw)", library):
+        return _no_ffmpeg(f"{library} is missing although {found} was found", [found.major])
+    if re.match(r"lib(nv|cu|npp|c10_cuda|torch_cuda)", library):
+        if importlib.import_module("torch").version.cuda is None:
+            why = (
+                f"torch {torch} is a CPU build and {codec} is built for CUDA ({library} is missing)"
+            )
+            return f"{why}: {CPU_TORCHCODEC}, {PYAV_HINT}"
+        cure = f"pip install {_cuda_package(library)}, or, to decode on the CPU, {CPU_TORCHCODEC}"
+        return f"{codec} misses the CUDA library {library}: {cure}, {PYAV_HINT}"
+    if library and not re.match(r"lib(torch|c10)", library):
+        return f"{codec} misses the system's library {library}: install it, {PYAV_HINT}"
+    why = text.strip().splitlines()[-1].strip()
+    return (
+        f"{codec} does not fit torch {torch} ({why}): pip install --force-reinstall -e '.[cpu]' "
+        f"or -e '.[cuda]', which pair the two, {PYAV_HINT}"
+    )
 
 
 def _chain(error: BaseException | None) -> str:

@@ -60,6 +60,11 @@ class FrameTimes:
         return (shown - shown[0]) * float(self.time_base)
 
     @cached_property
+    def absolute_s(self) -> np.ndarray:
+        """Presentation times of the shown frames as the file counts them, float64 [N]."""
+        return self.pts[self.lead :] * float(self.time_base)
+
+    @cached_property
     def frame_s(self) -> float:
         """The median time between two frames, in seconds."""
         gaps = np.diff(self.seconds)
@@ -76,8 +81,7 @@ class FrameTimes:
         return np.minimum(gap_s, HOLE * self.frame_s)
 
     def span(self, start_s: float, end_s: float | None) -> tuple[int, int]:
-        """Return the first and last frame of the part from `start_s` to `end_s` (an episode of a
-        shared file).
+        """Return the first and last frame of the part from `start_s` to `end_s`, an episode.
 
         Raises:
             VideoError: the file does not cover it.

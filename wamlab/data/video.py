@@ -7,100 +7,30 @@ decoder proves by the presentation time that it returns those. Pictures stand up
 display matrix is applied. One FFmpeg thread per decoder unless asked otherwise.
 """
 
+import importlib
+import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
 
 import av
 import numpy as np
 import torch
 
 from wamlab import ffmpeg
-from wamlab.data.frame_times import VideoError, frame_times
+from wamlab.config import UserError, lookup
+from wamlab.data.container import VideoError
+from wamlab.data.decoder import VideoDecoder
 
-
-class VideoDecoder:
-    """What all decoders share: times to frames, order, the device, and a fresh file handle after a
-    fork.
-
-    A back end opens the file in `_open` and returns wanted frames in `_decode`.
-    """
-
-    needs: ClassVar[str | None] = None  # the module of an optional package
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        device: torch.device | str = "cpu",
-        start_s: float = 0.0,
-        end_s: float | None = None,
-        threads: int = 1,
-    ) -> None:
-        self.path, self.device, self.threads = os.fspath(path), torch.device(device), threads
-        self.start_s = start_s
-        self.times = frame_times(path)
-        self.span = self.times.span(start_s, end_s)
-        self._pid = None
-
-    def frames_at(self, timestamps_s: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        """Return the frames that stand at the given times.
-
-        Args:
-            timestamps_s: [T] seconds, from the first shown frame plus `start_s`.
-
-        Returns:
-            uint8 [T, C, H, W] RGB on the device (a view of channels-last memory).
-
-        Raises:
-            VideoError: a time outside the file or episode, or a frame that cannot be decoded
-                exactly.
-        """
-        index = self.times.indices_at(timestamps_s, self.start_s, self.span)
-        if self._pid != os.getpid():  # a file offset shared with the parent would move under us
-            self._open()
-            self._pid = os.getpid()
-        wanted, inverse = np.unique(index, return_inverse=True)
-        if not len(wanted):
-            size = (0, 3, self.times.height, self.times.width)
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-        try:
-            frames = self._decode(wanted).to(self.device)
-        except (av.error.FFmpegError, RuntimeError, IndexError, OSError) as error:
-            self._pid = None  # the next call starts from a fresh handle
-            raise self._error(str(error).strip().splitlines()[0]) from error
-        except VideoError:
-            self._pid = None
-            raise
-        if np.array_equal(wanted, index):
-            return frames
-        return frames[torch.from_numpy(inverse).to(frames.device)]
-
-    def close(self) -> None:
-        """Give the file handle back; further calls open it again."""
-        self._pid = None
-
-    def _open(self) -> None:
-        raise NotImplementedError
-
-    def _decode(self, wanted: np.ndarray) -> torch.Tensor:
-        """Return uint8 [n, C, H, W], upright, of the frames `wanted` (ascending, no repeats)."""
-        raise NotImplementedError
-
-    def _pts(self, index: int) -> int:
-        return int(self.times.pts[index + self.times.lead])
-
-    def _upright(self, frames_THWC: np.ndarray) -> torch.Tensor:
-        turned = np.rot90(frames_THWC, self.times.rotation // 90, axes=(1, 2))
-        return torch.from_numpy(np.ascontiguousarray(turned)).permute(0, 3, 1, 2)
-
-    def _error(self, why: str) -> VideoError:
-        return VideoError(f"{self.path}: {type(self).__name__} cannot decode it exactly: {why}")
+__all__ = ["DECODERS", "VideoDecoder", "VideoError", "decoder_status"]
 
 
 class PyAV(VideoDecoder):
     """PyAV, converting only the wanted frames to RGB."""
+
+    name = "pyav"
 
     def _open(self) -> None:
         self._file = av.open(self.path)
@@ -148,39 +78,39 @@ class PyAV(VideoDecoder):
 
 
 class PyAVNaive(PyAV):
-    """PyAV, converting every decoded frame to RGB and choosing afterwards, as LeRobot-style readers
-    do."""
+    """PyAV, converting every decoded frame and choosing afterwards, as LeRobot-style readers do."""
+
+    name = "pyav-naive"
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         self._seek(self.times.seek_point(int(wanted[0])))
-        first, last = self._pts(wanted[0]), self._pts(wanted[-1])
-        loaded, times = [], []
-        for frame in self._decoded_to(last):
-            loaded.append(torch.from_numpy(_rgb(frame)).permute(2, 0, 1))
-            times.append(frame.pts)
-        chosen = [times.index(self._pts(i)) for i in wanted]
-        frames = torch.stack([loaded[c] for c in chosen])
-        return self._upright(frames.permute(0, 2, 3, 1).numpy())
+        loaded, pts = [], []
+        for frame in self._decoded_to(self._pts(wanted[-1])):
+            loaded.append(_rgb(frame))
+            pts.append(frame.pts)
+        self._at = int(wanted[-1]) + self.times.lead
+        missing = {self._pts(i) for i in wanted} - set(pts)
+        if missing:
+            raise self._error(f"{len(missing)} of {len(wanted)} frames are missing")
+        return self._upright(np.stack([loaded[pts.index(self._pts(i))] for i in wanted]))
 
 
 class TorchCodec(VideoDecoder):
     """torchcodec on the CPU."""
 
-    where = "cpu"
+    name = "torchcodec"
+    _where = "cpu"
 
     def _open(self) -> None:
         decoders = ffmpeg.load_torchcodec()
         mapping, self._shift = self.times.mapping(*self.span)
-        try:
-            self._file = decoders.VideoDecoder(
-                self.path,
-                stream_index=self.times.stream,
-                num_ffmpeg_threads=self.threads,
-                device=self.where,
-                custom_frame_mappings=mapping,
-            )
-        except (RuntimeError, ValueError) as error:
-            raise self._error(str(error).strip().splitlines()[0]) from error
+        self._file = decoders.VideoDecoder(
+            self.path,
+            stream_index=self.times.stream,
+            num_ffmpeg_threads=self.threads,
+            device=self._where,
+            custom_frame_mappings=mapping,
+        )
 
     def close(self) -> None:
         """Drop the decoder; further calls open the file again."""
@@ -189,25 +119,221 @@ class TorchCodec(VideoDecoder):
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         batch = self._file.get_frames_at((wanted + self._shift).tolist())
-        base = float(self.times.time_base)
-        expected = self.times.pts[wanted + self.times.lead] * base
-        wrong = np.abs(batch.pts_seconds.numpy() - expected) > base / 2
-        if wrong.any():
-            raise self._error(f"the frame at {expected[wrong][0]:.6g} s is missing")
+        self._prove(wanted, batch.pts_seconds.numpy(), self.times.absolute_s)
         return batch.data
 
 
-def _rgb(frame: av.VideoFrame) -> np.ndarray:
-    return frame.to_ndarray(format="rgb24")
+class TorchCodecCuda(TorchCodec):
+    """torchcodec on the GPU's video decoder (NVDEC); the frames stay on the GPU."""
+
+    name = "torchcodec-cuda"
+
+    def __init__(
+        self, path: str | Path, *, device: torch.device | str = "cuda", **options: float | None
+    ) -> None:
+        super().__init__(path, device=device, **options)
+        self._where = str(self.device) if self.device.type == "cuda" else "cuda"
+
+    def _open(self) -> None:
+        super()._open()
+        if self._file.cpu_fallback:
+            raise self._error(f"it fell back to the CPU ({self._file.cpu_fallback})")
+
+
+class OpenCV(VideoDecoder):
+    """OpenCV's own FFmpeg; it seeks by an average rate, so the time of each frame is checked."""
+
+    name, needs = "opencv", "cv2"
+
+    def _open(self) -> None:
+        self._cv2 = importlib.import_module(self.needs)
+        options = [self._cv2.CAP_PROP_N_THREADS, self.threads]
+        self._file = self._cv2.VideoCapture(self.path, self._cv2.CAP_FFMPEG, options)
+        self._file.set(self._cv2.CAP_PROP_ORIENTATION_AUTO, 0)
+        self._at = -1
+
+    def close(self) -> None:
+        """Release the file; further calls open it again."""
+        if self._pid == os.getpid():
+            self._file.release()
+        super().close()
+
+    def _decode(self, wanted: np.ndarray) -> torch.Tensor:
+        return self._upright(np.stack([self._frame(int(i)) for i in wanted]))
+
+    def _frame(self, index: int) -> np.ndarray:
+        start = self.times.seek_point(index) - self.times.lead
+        if not start <= self._at < index and start > 0:
+            self._file.set(self._cv2.CAP_PROP_POS_MSEC, self.times.seconds[start] * 1e3)
+            self._grab()
+        if self._at > index:  # its seek went too far: read from the start
+            self._file.release()
+            self._open()
+        while self._at < index:
+            self._grab()
+        ok, frame_BGR = self._file.retrieve()
+        if not ok:
+            raise self._error(f"no picture at {self.times.seconds[index]:.6g} s")
+        return frame_BGR[..., ::-1]
+
+    def _grab(self) -> None:
+        if not self._file.grab():
+            codec = self.times.codec
+            raise self._error(f"it returns no frame of this {codec} stream, and no error")
+        now = self._file.get(self._cv2.CAP_PROP_POS_MSEC) / 1e3
+        at = int(np.argmin(np.abs(self.times.seconds - now)))
+        self._prove(np.array([at]), np.array([now]), self.times.seconds)
+        self._at = at
+
+
+class Decord(VideoDecoder):
+    """decord, decord2 or eva-decord: three packages that own one module; install one of them."""
+
+    name, needs = "decord", "decord"
+
+    def _open(self) -> None:
+        decord = importlib.import_module(self.needs)
+        try:
+            self._file = decord.VideoReader(self.path, decord.cpu(0), num_threads=self.threads)
+        except decord.DECORDError as error:
+            raise self._error(_first_line(error)) from error
+        if len(self._file) != len(self.times):
+            raise self._error(f"it sees {len(self._file)} of {len(self.times)} frames")
+
+    def close(self) -> None:
+        """Drop the reader; further calls open the file again."""
+        self._file = None
+        super().close()
+
+    def _decode(self, wanted: np.ndarray) -> torch.Tensor:
+        now = self._file.get_frame_timestamp(wanted)[:, 0]
+        self._prove(wanted, now, self.times.seconds)
+        frames = self._file.get_batch(wanted).asnumpy()
+        height, width = self.times.height, self.times.width
+        if not self.times.rotation:
+            return self._upright(frames)
+        if height == width or self.times.rotation == 180:
+            raise self._error("whether it turns pictures by itself depends on its version")
+        if frames.shape[1:3] == (height, width):
+            return torch.from_numpy(frames).permute(0, 3, 1, 2)
+        return self._upright(frames)
+
+
+class FFmpegPipe(VideoDecoder):
+    """The `ffmpeg` program, one process a call, raw frames through a pipe."""
+
+    name = "ffmpeg"
+    RUNS = 60  # runs of consecutive frames a process: its expression parser takes about 100
+
+    def _open(self) -> None:
+        self._exe = ffmpeg.program()
+        if self._exe is None:
+            raise self._error(f"{decoder_status(self.name)}")
+
+    def _decode(self, wanted: np.ndarray) -> torch.Tensor:
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
+        parts = [runs[i : i + self.RUNS] for i in range(0, len(runs), self.RUNS)]
+        return self._upright(np.concatenate([self._run(part) for part in parts]))
+
+    def _run(self, runs: list[np.ndarray]) -> np.ndarray:
+        wanted = np.concatenate(runs)
+        start_s = self.times.absolute_s[wanted[0]] - self.times.frame_s / 2
+        ends = [(self._pts(run[0]), self._pts(run[-1])) for run in runs]
+        select = "+".join(f"between(pts\\,{low}\\,{high})" for low, high in ends)
+        command = [self._exe, "-v", "error", "-nostdin", "-threads", str(self.threads)]
+        command += ["-copyts", "-noautorotate", "-seek_timestamp", "1"]
+        command += ["-noaccurate_seek", "-ss", f"{start_s:.6f}"]  # `select` does the cutting
+        command += ["-i", self.path, "-map", f"0:{self.times.stream}", "-vf", f"select={select}"]
+        command += ["-frames:v", str(len(wanted)), "-fps_mode", "passthrough"]
+        command += ["-filter_threads", "1", "-pix_fmt", "rgb24", "-f", "rawvideo", "-"]
+        run = subprocess.run(command, capture_output=True, check=False)
+        size = (self.times.height, self.times.width)
+        size = size[::-1] if self.times.rotation in (90, 270) else size
+        if run.returncode or len(run.stdout) != len(wanted) * size[0] * size[1] * 3:
+            why = run.stderr.decode(errors="replace").strip() or "frames are missing"
+            raise self._error(_first_line(why))
+        return np.frombuffer(run.stdout, np.uint8).reshape(len(wanted), *size, 3)
+
+
+class PyNvVideoCodec(VideoDecoder):
+    """NVIDIA's PyNvVideoCodec (NVDEC)."""
+
+    name, needs = "pynvvideocodec", "PyNvVideoCodec"
+
+    def __init__(
+        self, path: str | Path, *, device: torch.device | str = "cuda", **options: float | None
+    ) -> None:
+        super().__init__(path, device=device, **options)
+
+    def _open(self) -> None:
+        nvc = importlib.import_module(self.needs)
+        self._file = nvc.SimpleDecoder(
+            self.path,
+            gpu_id=self.device.index or 0,
+            use_device_memory=True,
+            output_color_type=nvc.OutputColorType.RGB,
+        )
+        if len(self._file) != len(self.times):
+            raise self._error(f"it sees {len(self._file)} of {len(self.times)} frames")
+
+    def close(self) -> None:
+        """Drop the decoder; further calls open the file again."""
+        self._file = None
+        super().close()
+
+    def _decode(self, wanted: np.ndarray) -> torch.Tensor:
+        frames = self._file.get_batch_frames_by_index(wanted.tolist())
+        stamps = np.array([frame.getPTS() for frame in frames])
+        milliseconds = np.abs(stamps - self.times.absolute_s[wanted] * 1e3) <= 1
+        if not (milliseconds | (stamps == self.times.pts[wanted + self.times.lead])).all():
+            raise self._error("it returns frames of other times")
+        batch = torch.stack([torch.from_dlpack(frame) for frame in frames])
+        turned = torch.rot90(batch, self.times.rotation // 90, dims=(1, 2))
+        return turned.permute(0, 3, 1, 2)
 
 
 DECODERS: dict[str, type[VideoDecoder]] = {
     "pyav-naive": PyAVNaive,
     "pyav": PyAV,
     "torchcodec": TorchCodec,
+    "torchcodec-cuda": TorchCodecCuda,
+    "opencv": OpenCV,
+    "decord": Decord,
+    "ffmpeg": FFmpegPipe,
+    "pynvvideocodec": PyNvVideoCodec,
 }
 
 
 def decoder_status(name: str) -> str | None:
-    """Return None if the decoder works here, else "not installed" or "does not import: why"."""
+    """Return None if the decoder works here, else "not installed ..." or "does not import: why"."""
+    decoder = lookup(DECODERS, name, "decoder")
+    if name.endswith("cuda") and not torch.cuda.is_available():
+        return "needs an NVIDIA GPU"
+    if issubclass(decoder, TorchCodec):
+        return _error_of(ffmpeg.load_torchcodec)
+    if decoder is FFmpegPipe:
+        return None if ffmpeg.program() else "not installed: no `ffmpeg` program"
+    if decoder.needs is None:
+        return None
+    if importlib.util.find_spec(decoder.needs) is None:
+        return f"not installed: no module {decoder.needs}"
+    owners = metadata.packages_distributions().get(decoder.needs, [])
+    if len(set(owners)) > 1:
+        return f"does not import: {' and '.join(sorted(set(owners)))} share one module; keep one"
+    return _error_of(lambda: importlib.import_module(decoder.needs))
+
+
+def _error_of(load: Callable[[], object]) -> str | None:
+    try:
+        load()
+    except (ImportError, OSError, RuntimeError, UserError) as error:
+        return f"does not import: {_first_line(error)}"
     return None
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def _rgb(frame: av.VideoFrame) -> np.ndarray:
+    return frame.to_ndarray(format="rgb24")
