@@ -166,6 +166,18 @@ class VAE(nn.Module):
         self._place_statistics()  # follows the weights to their device, but never down to bf16
         return self
 
+    def channels_last(self) -> None:
+        """Lay weights (and so activations) out channels last, the order tensor cores read."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        for parameter in self.parameters():
+            if parameter.dim() in formats:
+                order = formats[parameter.dim()]
+                parameter.data = parameter.data.contiguous(memory_format=order)
+
+    def compile_encoder(self, **how: Any) -> None:
+        """Compile the whole-clip encoder as one graph, once a shape; `how` is torch.compile's."""
+        self.encoder.compile(fullgraph=True, dynamic=False, **how)
+
     def encode(self, video: Tensor, chunk: int | None = None) -> Tensor:
         """Return the normalised posterior mean of each clip.
 
