@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 from wamlab.config import ConfigError
-from wamlab.train.optim import AdamW, OptimConfig, SplitAdamW, decays, lr_at, reduce_step
+from wamlab.train.optim import (
+    AdamW,
+    OptimConfig,
+    SplitAdamW,
+    decays,
+    lr_at,
+    reduce_step,
+    split_master,
+)
 
 GOOD = torch.tensor(False)
 
@@ -78,14 +86,15 @@ def test_split_adamw_in_ten_bytes_stays_near_torch():
 
 
 def test_a_master_survives_its_two_halves():
-    p = {"w": nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))}
-    optimizer = SplitAdamW(p, OptimConfig())
     master = torch.randn(4096) * torch.logspace(-30, 30, 4096)
-    master[:3] = torch.tensor([0x3F808000, 0x3F807FFF, 0x3F818000], dtype=torch.int32).view(
-        torch.float32
-    )
-    optimizer.set_master("w", master)
+    ties = torch.tensor([0x3F808000, 0x3F807FFF, 0x3F818000], dtype=torch.int32)
+    master[:3] = ties.view(torch.float32)
+    parameter = nn.Parameter(master.clone())
+    low = split_master(parameter)
+    assert parameter.dtype == torch.bfloat16
+    optimizer = SplitAdamW({"w": parameter}, OptimConfig(), low={"w": low})
     assert torch.equal(optimizer.master("w"), master)
+    assert (parameter.float() - master).abs().div(master.abs()).max() <= 2**-8
 
 
 def test_stochastic_rounding_lets_a_bf16_second_moment_move():

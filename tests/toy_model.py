@@ -2,9 +2,13 @@
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from wamlab.draws import Draws
+
+
+def keep_products():
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
 class ToyBlock(nn.Module):
@@ -19,7 +23,8 @@ class ToyBlock(nn.Module):
     def forward(self, x_BTD, time_BT):
         if self.recompute == "none":
             return self.compute(x_BTD, time_BT)
-        return checkpoint(self.compute, x_BTD, time_BT, use_reentrant=False)
+        keep = {"context_fn": keep_products} if self.recompute == "selective" else {}
+        return checkpoint(self.compute, x_BTD, time_BT, use_reentrant=False, **keep)
 
     def compute(self, x_BTD, time_BT):
         assert time_BT.dtype == torch.float32
@@ -61,27 +66,39 @@ class ToyModel(nn.Module):
 
 
 class ToyLoader:
-    """Samples that are a function of their id; ids that are a function of (seed, step)."""
+    """Samples that are a function of their id; ids that are a function of (seed, step).
 
-    def __init__(self, config, *, rank=0, world_size=1, micro_batch=1, device="cpu", poison=()):
-        self.config, self.rank, self.world, self.micro = config, rank, world_size, micro_batch
-        self.device, self.poison, self.step, self.wait_s = device, set(poison), 0, 0.0
+    In the steps of `poison` the last rank's samples are NaN.
+    """
+
+    def __init__(
+        self,
+        data,
+        *,
+        global_batch,
+        micro_batch,
+        seed,
+        rank,
+        world_size,
+        device,
+        start_step=0,
+        poison=(),
+    ):
+        self.batch, self.micro, self.seed = global_batch, micro_batch, seed
+        self.rank, self.world, self.device = rank, world_size, device
+        self.step, self.wait_s, self.poison = start_step, 0.0, set(poison)
 
     def ids_of_step(self, step):
         first = torch.full((1,), step, dtype=torch.int64)
-        count = (self.config.global_batch,)
-        return Draws(self.config.seed, 0, first).integers("ids", 1 << 20, count)[0]
-
-    def seek(self, step):
-        self.step = step
+        return Draws(self.seed, 0, first).integers("ids", 1 << 20, (self.batch,))[0]
 
     def __iter__(self):
-        share = self.config.global_batch // self.world
+        share = self.batch // self.world
         while True:
             ids = self.ids_of_step(self.step)[self.rank * share :][:share].to(self.device)
             for part in ids.split(self.micro):
                 x = Draws(7, 0, part).normal("x", (5, 13))
-                if self.poison & {(self.step, int(i)) for i in part.tolist()}:
+                if self.step in self.poison and self.rank == self.world - 1:
                     x = x * torch.nan
                 yield {"x": x, "sample_id": part}
             self.step += 1

@@ -1,6 +1,8 @@
 """Process groups and meshes for training, and the gradient average of what is not sharded."""
 
 import contextlib
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -74,3 +76,49 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
         flat /= dist.get_world_size()
         for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
             grad.copy_(part.view_as(grad))
+
+
+class StopSignal:
+    """SIGTERM and SIGINT as a request that every rank notices before the same step.
+
+    Ranks receive a signal at different moments; one that stopped alone would leave the others in a
+    collective. Each step starts a one-number reduction on the CPUs that the next step reads, so
+    that nothing waits for the device. A second signal interrupts at once. Outside the main thread
+    no handler can be set, and no signal is seen.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if alone else dist.new_group(backend="gloo")
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pending and error[0] is None:
+            self._pending[0].wait()
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.name:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+    def agreed(self) -> bool:
+        """Say, alike on every rank, whether any rank was asked to stop one call ago."""
+        if self._group is None:
+            return self.name is not None
+        before, flag = self._pending, torch.tensor([float(self.name is not None)])
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (work, flag)
+        if before is None:
+            return False
+        before[0].wait()
+        return bool(before[1].item())

@@ -7,7 +7,7 @@ every rank sees the same and rank 0 writes.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wamlab.config import UserError
 from wamlab.dist import gather, rank
-from wamlab.measure import append_jsonl, mfu, peak_gib
+from wamlab.measure import Timing, append_jsonl, mfu, peak_gib, read_jsonl
 
 LOSSES = ("loss", "dynamics_loss", "action_loss")
 
@@ -83,16 +83,24 @@ class StepLog:
         flops_per_sample: float | None,
         precision: str,
         max_skipped: int = 10,
-        trackers: tuple[Callable[[StepRecord], None], ...] = (),
+        trackers: Iterable[Callable[[StepRecord], None]] = (),
     ) -> None:
         self.device, self.path, self.precision = device, path, precision
         self.global_batch, self.world_size = global_batch, world_size
         self.flops = flops_per_sample and flops_per_sample * global_batch / world_size
-        self.max_skipped, self.trackers = max_skipped, trackers
+        self.max_skipped, self.trackers = max_skipped, tuple(trackers)
         self.records: list[StepRecord] = []
         self._open: list[tuple[int, StepNumbers, Any, Any]] = []
         self._skipped = 0
         self.restart()
+
+    @staticmethod
+    def cut(path: Path, step: int) -> None:
+        """Drop the lines of a steps file from `step` on: a resumed run writes them again."""
+        if path.is_file():
+            rows = [row for row in read_jsonl(path) if row["step"] < step]
+            path.unlink()
+            append_jsonl(path, rows)
 
     def restart(self) -> None:
         """Start the next step's time now: what came since the last step was no training."""
@@ -133,6 +141,27 @@ class StepLog:
     def discard(self) -> None:
         """Forget the steps noted since the last flush: they were timed part by part, not run."""
         self._open.clear()
+
+    def summary(self, records: Sequence[StepRecord]) -> dict[str, Any]:
+        """Return the fields of a Record that steps give: times, rates, memory, data wait.
+
+        The peak memory is the largest of all ranks. Every rank must call this.
+        """
+        peak = max(gather(max((r.peak_gib for r in records), default=0.0)))
+        if not records:
+            return {}
+        timing = Timing.of([r.step_ms for r in records])
+        rate = self.global_batch / timing.median * 1e3
+        mfus = [r.mfu for r in records if r.mfu is not None]
+        waits, times = [r.data_wait_ms for r in records], [r.step_ms for r in records]
+        return {
+            "step_ms": timing,
+            "samples_per_s": rate,
+            "samples_per_s_per_gpu": rate / self.world_size,
+            "mfu": sum(mfus) / len(mfus) if mfus else None,
+            "peak_gib": peak,
+            "data_wait_share": sum(waits) / sum(times),
+        }
 
     def _mark(self) -> Any:
         if self.device.type != "cuda":

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from wamlab.config import ConfigError
 
@@ -62,6 +62,21 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its storage (the tensor itself when it is not
     sharded)."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def spread(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a state as the tensor it is a part of, sharded like its
+    parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def owners(parameter: Tensor) -> int:
@@ -174,13 +189,22 @@ class AdamW:
             self.inner.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state as `name.exp_avg`, `name.exp_avg_sq` and `name.step`, the live local
-        tensors."""
+        """Return the live state as `name.exp_avg`, `name.exp_avg_sq` (sharded like the parameter)
+        and `name.step`."""
         return {
-            f"{name}.{key}": value
+            f"{name}.{key}": value if key == "step" else spread(value, self.parameters[name])
             for name, shard in self.shards.items()
             for key, value in self.inner.state[shard].items()
         }
+
+
+@torch.no_grad()
+def split_master(parameter: nn.Parameter) -> Tensor:
+    """Turn a float32 parameter into bf16, in place, and return the int16 low half that it lost."""
+    master, low = parameter.data, torch.empty_like(parameter, dtype=torch.int16)
+    parameter.data = torch.empty_like(master, dtype=torch.bfloat16)
+    _store_master(parameter, low, master)
+    return low
 
 
 class SplitAdamW:
@@ -196,6 +220,7 @@ class SplitAdamW:
     Args:
         parameters: name -> bf16 parameter (DTensor or plain).
         config: rates and decay.
+        low: name -> whole int16 tensor from `split_master`; None: the masters are the parameters.
         first: dtype of the first moment.
         second: dtype of the second moment.
         seed: of the stochastic rounding.
@@ -206,6 +231,7 @@ class SplitAdamW:
         parameters: Mapping[str, nn.Parameter],
         config: OptimConfig,
         *,
+        low: Mapping[str, Tensor] | None = None,
         first: torch.dtype = torch.bfloat16,
         second: torch.dtype = torch.bfloat16,
         seed: int = 0,
@@ -219,6 +245,8 @@ class SplitAdamW:
         self.lr = torch.tensor(config.lr, device=device)
         self.steps = torch.zeros((), device=device)
         self.low = {n: torch.zeros_like(s, dtype=torch.int16) for n, s in self.shards.items()}
+        for name, whole in (low or {}).items():
+            self.low[name].copy_(_part_of(whole, self.parameters[name]).reshape(-1))
         self.exp_avg = {n: torch.zeros_like(s, dtype=first) for n, s in self.shards.items()}
         self.exp_avg_sq = {n: torch.zeros_like(s, dtype=second) for n, s in self.shards.items()}
         self.update = _split_update
@@ -228,10 +256,6 @@ class SplitAdamW:
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step, in place on the device."""
         self.lr.fill_(lr)
-
-    def set_master(self, name: str, master: Tensor) -> None:
-        """Set one parameter's float32 master from this rank's part of it."""
-        _store_master(self.shards[name], self.low[name], master.reshape(-1).float())
 
     def master(self, name: str) -> Tensor:
         """Return this rank's part of one float32 master, flat."""
@@ -259,15 +283,22 @@ class SplitAdamW:
             self.update(state, grad, scalars, (beta1, beta2, self.config.eps, decay, salt))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state as `name.low`, `name.exp_avg`, `name.exp_avg_sq` and `name.step`, live
-        local tensors."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            shape = local(parameter).shape
-            found[f"{name}.low"] = self.low[name].view(shape)
-            found[f"{name}.exp_avg"] = self.exp_avg[name].view(shape)
-            found[f"{name}.exp_avg_sq"] = self.exp_avg_sq[name].view(shape)
+        """Return the live state as `name.low`, `name.exp_avg`, `name.exp_avg_sq` (sharded like the
+        parameter) and `step`."""
+        parts = {"low": self.low, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        found = {
+            f"{name}.{key}": spread(tensors[name].view(local(parameter).shape), parameter)
+            for name, parameter in self.parameters.items()
+            for key, tensors in parts.items()
+        }
         return found | {"step": self.steps}
+
+
+def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 def _load_master(shard: Tensor, low: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The optimizations, one frozen dataclass each, and the one place that wraps a model.
+"""The optimizations, one frozen dataclass each.
 
 `optimizations=()` is what the public training code does: `StepPlan()` and the defaults of the model
 and the data. An entry edits the data's configuration (`apply_data`), the finished model from
-outside (`apply_model`) or the plan of a step (`apply_step`); `wrap` then carries the plan out. All
-of it knows a model by `blocks()`, `frozen()` and `set_option`.
+outside (`apply_model`) or the plan of a step (`apply_step`), which wrap.py and the trainer carry
+out.
 """
 
 import dataclasses
@@ -16,12 +16,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from wamlab.config import ConfigError, UserError, from_dict, lookup, replace
 from wamlab.measure import Dimension
@@ -275,6 +269,14 @@ def build_optimizations(entries: Sequence[str | dict[str, Any]]) -> tuple[Optimi
     return tuple(sorted(built.values(), key=lambda o: o.order))
 
 
+def build_plan(optimizations: Sequence[Optimization]) -> StepPlan:
+    """Return the plan of a step with these optimizations in it, applied in the order given."""
+    plan = StepPlan()
+    for optimization in optimizations:
+        plan = optimization.apply_step(plan)
+    return plan
+
+
 def tolerance(optimizations: Sequence[Optimization], precision: str) -> float:
     """Return the relative loss difference to the official row that these optimizations may
     cause."""
@@ -316,80 +318,3 @@ def recompute_of(mode: str, index: int) -> str:
             f"recompute is none, selective, full or every-K (every-2, ...), got {mode!r}"
         )
     return "full" if index % int(every[1]) == 0 else "none"
-
-
-def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: str) -> None:
-    """Apply recompute, compile and sharding to a finished model, in place and in the order that
-    works.
-
-    1. Recompute stands inside the block's forward. Outside `fully_shard` it would replay the block
-    with inputs that FSDP2
-       cast in the forward but does not cast again ("different metadata"); outside the compiled
-       graph it would split it.
-    2. Compile the block's forward, recompute included, as one graph. Hooks that come later stay
-    outside of it. 3. `fully_shard` each block: one all-gather and one reduce-scatter a block. 4.
-    `fully_shard` the root last, even if it owned no parameter: it makes the blocks one system that
-    prefetches and
-       overlaps. Without it each block is a root of its own and 98 % of the communication is
-       exposed.
-
-    Inputs are never cast by FSDP2 (`cast_forward_inputs=False`): a timestep of 999.8 would reach
-    the model as 1000.
-
-    Args:
-        model: has `loss(batch, draws)`, `blocks()` and `frozen()`.
-        plan: what to apply.
-        mesh: one dimension, or two (replicate, shard); needed with `plan.fsdp`.
-        precision: "bf16" makes FSDP2 compute in bf16.
-    """
-    blocks = list(model.blocks())
-    for index, block in enumerate(blocks):
-        mode = recompute_of(plan.recompute, index)
-        if mode != "none" and not hasattr(block, "recompute"):
-            raise ConfigError(
-                f"recompute {mode!r}: {type(block).__name__} has no attribute `recompute`"
-            )
-        block.recompute = mode
-    if plan.compile:
-        for block in blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-    if plan.fsdp:
-        _shard(model, blocks, plan.fsdp, mesh=mesh, precision=precision)
-
-
-def _shard(
-    model: nn.Module, blocks: list[nn.Module], fsdp: Fsdp2, *, mesh: DeviceMesh, precision: str
-) -> None:
-    bf16 = precision == "bf16"
-    reduce_dtype = torch.bfloat16 if fsdp.reduce_dtype == "bf16" else torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None,
-        reduce_dtype=reduce_dtype if bf16 else None,
-        cast_forward_inputs=False,
-    )
-    ignored = unsharded(model)
-    kept = len(blocks) if fsdp.keep_unsharded < 0 else fsdp.keep_unsharded
-    for index, block in enumerate(blocks):
-        reshard = index < len(blocks) - kept
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            ignored_params=ignored,
-        )
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored
-    )
-    register_fsdp_forward_method(model, "loss")
-    if fsdp.prefetch:
-        depth = fsdp.prefetch
-        for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
-
-
-def unsharded(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on every rank: frozen ones, and scalars (FSDP2 shards
-    rows)."""
-    return {p for p in model.parameters() if not p.requires_grad or p.ndim == 0}

@@ -15,19 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from wamlab.config import ConfigError, from_dict, save_json
+from wamlab.config import ConfigError, from_dict, replace, save_json
 from wamlab.data.loader import Loader
 from wamlab.dist import device as pick_device
-from wamlab.dist import gather, rank
+from wamlab.dist import print0, rank
 from wamlab.draws import Draws
-from wamlab.measure import Record, StepClock, Timing, reset_peak, stamp, synchronize
+from wamlab.measure import Record, StepClock, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.wam import WorldActionModel
-from wamlab.train.communication import average_gradients, data_mesh, training_group
+from wamlab.train.checkpoint import CheckpointError, Checkpoints, load
+from wamlab.train.communication import StopSignal, average_gradients, data_mesh, training_group
 from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES, TRACKERS, StepLog, StepNumbers
-from wamlab.train.optim import AdamW, lr_at, reduce_step
-from wamlab.train.optimizations import StepPlan, build_optimizations, check_needs, wrap
+from wamlab.train.optim import AdamW, SplitAdamW, lr_at, reduce_step, split_master
+from wamlab.train.optimizations import build_optimizations, build_plan, check_needs
+from wamlab.train.wrap import wrap
 
 
 def train(config: TrainConfig | Mapping[str, Any]) -> Record:
@@ -37,22 +40,13 @@ def train(config: TrainConfig | Mapping[str, Any]) -> Record:
         config: a TrainConfig or its JSON object.
 
     Returns:
-        The run's record, the same on every rank but for its own peak memory.
+        The run's record.
     """
     if not isinstance(config, TrainConfig):
         config = from_dict(TrainConfig, config)
-    device = pick_device(config.device)
-    sharded = plan_of(config).fsdp is not None
-    with training_group(device, sharded=sharded, timeout_s=config.timeout_s):
+    sharded = build_plan(build_optimizations(config.optimizations)).fsdp is not None
+    with training_group(pick_device(config.device), sharded=sharded, timeout_s=config.timeout_s):
         return Trainer(config).fit()
-
-
-def plan_of(config: TrainConfig) -> StepPlan:
-    """Return the step's plan after all of the configuration's optimizations."""
-    plan = StepPlan()
-    for optimization in build_optimizations(config.optimizations):
-        plan = optimization.apply_step(plan)
-    return plan
 
 
 class Trainer:
@@ -61,73 +55,80 @@ class Trainer:
     Args:
         config: the run.
         model: a module with the trainer's protocol; None builds `config.model`.
-        loader: yields this rank's micro-batches in order, with `wait_s` and `close()`; None builds
-            `config.data`.
+        loader: makes the loader, called as `Loader(config.data, **...)` is; None is that Loader.
     """
 
     def __init__(
-        self, config: TrainConfig, model: nn.Module | None = None, loader: Any = None
+        self, config: TrainConfig, model: nn.Module | None = None, loader: Any = Loader
     ) -> None:
         self.config, self.device = config, pick_device(config.device)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.plan = plan_of(config)
-        self.share = self._share()
+        self.optimizations = build_optimizations(config.optimizations)
+        check_needs(self.optimizations, self.device)
+        self.plan = build_plan(self.optimizations)
+        self.share, self.micro_batch = self._shares()
         self.out = Path(config.out) if config.out else None
-        optimizations = build_optimizations(config.optimizations)
-        check_needs(optimizations, self.device)
-        self.model = (WorldActionModel(config.model) if model is None else model).to(self.device)
-        for optimization in optimizations:
-            optimization.apply_model(self.model)
-        self._wrap()
-        self.next_step = 0
-        self.loader = self._build_loader(optimizations) if loader is None else loader
-        self._micro_batches = iter(self.loader)
-        self.clock: StepClock | None = None
+        self._build_model(model)
+        self.step_count = self.first_step = 0
+        self.checkpoints = None
+        if self.out:
+            self.checkpoints = Checkpoints(self.out / "checkpoints", config.keep, self.device)
+            self._resume()
+        self._build_loader = loader
+        self.loader = self._loader(config.data, train=True)
+        self._batches = iter(self.loader)
         self.log = self._build_log()
-        self.first_step_s: float | None = None
+        self.clock: StepClock | None = None
 
-    def _share(self) -> int:
-        share, rest = divmod(self.config.global_batch, self.world)
+    def _shares(self) -> tuple[int, int]:
+        batch = self.config.global_batch
+        share, rest = divmod(batch, self.world)
         if rest:
-            raise ConfigError(
-                f"global_batch {self.config.global_batch} does not split over {self.world} ranks: "
-                "use a multiple"
-            )
+            raise ConfigError(f"global_batch {batch} is no multiple of the {self.world} ranks")
         micro = self.plan.micro_batch or share
         if share % micro:
             raise ConfigError(
                 f"micro_batch {micro} does not divide a rank's share of {share} samples "
-                f"(global_batch {self.config.global_batch} over {self.world} ranks)"
+                f"(global_batch {batch} over {self.world} ranks)"
             )
-        return share
+        return share, micro
 
-    @property
-    def micro_batch(self) -> int:
-        """Samples computed at once on a rank."""
-        return self.plan.micro_batch or self.share
-
-    def _wrap(self) -> None:
+    def _build_model(self, model: nn.Module | None) -> None:
+        if model is None:
+            with self.device:
+                model = WorldActionModel(self.config.model)
+        self.model = model.to(self.device)
+        for optimization in self.optimizations:
+            optimization.apply_model(self.model)
         for module in self.model.frozen():
             module.requires_grad_(False).eval()
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        split = self.plan.optimizer == "split"
+        low = {n: split_master(p) for n, p in trained.items()} if split else None
         mesh = data_mesh(self.device, self.plan.fsdp.replicate) if self.plan.fsdp else None
         wrap(self.model, self.plan, mesh, self.config.precision)
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        kind = self.plan.optimizer
-        self.optimizer = AdamW(self.parameters, self.config.optim, fused=kind == "fused")
+        optim = self.config.optim
+        if split:
+            second = torch.bfloat16 if self.plan.second_moment == "bf16" else torch.float32
+            made = {"low": low, "second": second, "seed": self.config.seed}
+            self.optimizer = SplitAdamW(self.parameters, optim, **made)
+        else:
+            fused = self.plan.optimizer == "fused"
+            self.optimizer = AdamW(self.parameters, optim, fused=fused)
 
-    def _build_loader(self, optimizations: tuple) -> Loader:
-        data = self.config.data
-        for optimization in optimizations:
-            data = optimization.apply_data(data)
-        return Loader(
-            data,
+    def _loader(self, data: Any, *, train: bool) -> Any:
+        for optimization in self.optimizations:
+            data = data and optimization.apply_data(data)
+        return self._build_loader(
+            data if train else data and replace(data, train=False),
             global_batch=self.config.global_batch,
             micro_batch=self.micro_batch,
             seed=self.config.seed,
             rank=rank(),
             world_size=self.world,
             device=self.device,
-            start_step=self.next_step,
+            start_step=self.step_count if train else 0,
         )
 
     def _build_log(self) -> StepLog:
@@ -135,57 +136,49 @@ class Trainer:
         trackers = self.config.trackers if self.out and rank() == 0 else ()
         return StepLog(
             self.device,
-            self.out / "steps.jsonl" if self.out else None,
+            self.out and self.out / "steps.jsonl",
             global_batch=self.config.global_batch,
             world_size=self.world,
-            flops_per_sample=flops() if flops else None,
+            flops_per_sample=flops and flops(),
             precision=self.config.precision,
             max_skipped=self.config.max_skipped,
-            trackers=tuple(TRACKERS[name](self.out / "tracker") for name in trackers),
+            trackers=[TRACKERS[name](self.out / "tracker") for name in trackers],
         )
 
     def fit(self) -> Record:
-        """Train to the last step and return the run's record."""
+        """Train to the last step, or until SIGTERM or SIGINT, and return the run's record."""
         if self.out and rank() == 0:
             save_json(self.config, self.out / "run.json")
-        try:
-            while self.next_step < self.config.steps:
-                self._one_step()
-            self.log.flush()
-            parts = self._time_parts()
-        finally:
-            self.loader.close()
-        return self._result(parts)
-
-    def _one_step(self) -> None:
-        first = self.first_step_s is None
-        start = time.perf_counter()
-        self.step()
-        if first:
-            synchronize(self.device)
-            self.first_step_s = time.perf_counter() - start
-        if self.next_step == self.config.warmup_steps:
-            synchronize(self.device)
-            reset_peak(self.device)
-            self.log.restart()
-        if self.next_step % self.config.log_every == 0:
-            self.log.flush()
+        self._start = time.perf_counter()
+        self.first_step_s, self._graphs = None, 0
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.loader.close)
+            if self.checkpoints:
+                stack.callback(self.checkpoints.close)
+            stop = stack.enter_context(StopSignal())
+            stopped = False
+            while self.step_count < self.config.steps and not stopped:
+                self.step()
+                stopped = stop.agreed()
+                self._between_steps(last=stopped or self.step_count == self.config.steps)
+            parts = None if stopped else self._time_parts()
+        return self._result(parts, f"stopped by {stop.name or 'another rank'}" if stopped else None)
 
     def step(self) -> None:
         """Run one optimizer step over the global batch; nothing here waits for the device."""
-        waited = self.loader.wait_s
-        lr = lr_at(self.config.optim, self.next_step, self.config.steps)
+        waited, losses_K = self.loader.wait_s, 0.0
+        lr = lr_at(self.config.optim, self.step_count, self.config.steps)
         self.optimizer.set_lr(lr)
-        losses_K = torch.zeros(len(LOSSES), dtype=torch.float64, device=self.device)
         micro_losses, sample_ids = [], []
         count = self.share // self.micro_batch
         for index in range(count):
             with self._part("data_wait"):
-                batch = next(self._micro_batches)
-            self._sync_gradients(last=index == count - 1)
-            losses = self._forward_backward(batch, weight=self.micro_batch / self.share)
-            losses_K += losses.double() * (self.micro_batch / self.share)
-            micro_losses.append(losses[0])
+                batch = next(self._batches)
+            if self.plan.fsdp and self.plan.fsdp.defer_sync:
+                self.model.set_requires_gradient_sync(index == count - 1)
+            micro_K = self._forward_backward(batch, 1.0 / count)
+            losses_K = losses_K + micro_K.double() / count
+            micro_losses.append(micro_K[0])
             sample_ids.append(batch["sample_id"])
         with self._part("optimizer"):
             norm, losses_K, bad = self._update(losses_K)
@@ -198,17 +191,16 @@ class Trainer:
             lr=lr,
             data_wait_s=self.loader.wait_s - waited,
         )
-        self.log.end_step(self.next_step, numbers)
-        self.next_step += 1
+        self.log.end_step(self.step_count, numbers)
+        self.step_count += 1
 
     def _forward_backward(self, batch: dict[str, Any], weight: float) -> Tensor:
-        draws = Draws(self.config.seed, self.next_step, batch["sample_id"])
+        draws = Draws(self.config.seed, self.step_count, batch["sample_id"])
         with self._part("forward"), self._autocast():
             losses = self.model.loss(batch, draws)
         with self._part("backward"):
             (losses["loss"] * weight).backward()
-        missing = torch.full_like(losses["loss"].detach(), torch.nan)
-        return torch.stack([losses.get(name, missing).detach().float() for name in LOSSES])
+        return _in_order(losses)
 
     def _update(self, losses_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         average_gradients(self.parameters.values())
@@ -218,19 +210,84 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         return norm, losses_K, bad
 
-    def _sync_gradients(self, *, last: bool) -> None:
-        if self.plan.fsdp and self.plan.fsdp.defer_sync:
-            self.model.set_requires_gradient_sync(last)
-
     def _autocast(self) -> contextlib.AbstractContextManager:
-        # FSDP2 and the split optimizer hold bf16 compute weights themselves
-        plain = self.plan.fsdp is None and self.plan.optimizer != "split"
-        if self.config.precision == "bf16" and plain:
+        # FSDP2 and the split optimizer hold bf16 weights to compute with
+        held = self.plan.fsdp is not None or self.plan.optimizer == "split"
+        if self.config.precision == "bf16" and not held:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
     def _part(self, name: str) -> contextlib.AbstractContextManager:
         return self.clock.part(name) if self.clock else contextlib.nullcontext()
+
+    def _between_steps(self, *, last: bool) -> None:
+        config, done = self.config, self.step_count
+        if self.first_step_s is None:
+            synchronize(self.device)
+            self.first_step_s = time.perf_counter() - self._start
+        if done == self.first_step + config.warmup_steps:
+            synchronize(self.device)
+            reset_peak(self.device)
+            self._graphs = counters["stats"]["unique_graphs"]
+            self.log.restart()
+        if last or done % config.log_every == 0:
+            self.log.flush(self.checkpoints and self.checkpoints.latest())
+        if config.save_every:
+            self.checkpoints.poll()
+            if last or done % config.save_every == 0:
+                self.checkpoints.save(self.state(), done, self._marker())
+                self.log.restart()
+        if config.validate_every and (last or done % config.validate_every == 0):
+            self.validate()
+            self.log.restart()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: trained parameters and the optimizer's state, live."""
+        parameters = {f"model.{n}": p.detach() for n, p in self.parameters.items()}
+        return parameters | {f"optimizer.{n}": t for n, t in self.optimizer.state().items()}
+
+    def _marker(self) -> dict[str, Any]:
+        fixed = {"seed": self.config.seed, "global_batch": self.config.global_batch}
+        return fixed | {"world_size": self.world}
+
+    def _resume(self) -> None:
+        latest = self.checkpoints.latest() if self.config.resume else None
+        steps = self.out / "steps.jsonl"
+        if latest:
+            marker = load(latest, self.state())
+            for key in ("seed", "global_batch"):
+                if marker[key] != getattr(self.config, key):
+                    raise CheckpointError(
+                        f"{latest} was trained with {key} {marker[key]}, this run has "
+                        f"{getattr(self.config, key)}: the samples would differ; use another `out`"
+                    )
+            self.step_count = self.first_step = marker["step"]
+            print0(f"resumed from {latest}")
+        if rank() == 0:
+            StepLog.cut(steps, self.step_count)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Return the mean losses over the first validation batches, the same ones every time.
+
+        They are appended to validation.jsonl on rank 0.
+        """
+        loader = self._loader(self.config.validation, train=False)
+        batches, total_K = iter(loader), 0.0
+        count = self.config.validation_batches * self.share // self.micro_batch
+        for index in range(count):
+            batch = next(batches)
+            draws = Draws(self.config.seed, -1 - index, batch["sample_id"])
+            with self._autocast():
+                total_K = total_K + _in_order(self.model.loss(batch, draws)).double() / count
+        loader.close()
+        if self.world > 1:
+            dist.all_reduce(total_K)
+        values = dict(zip(LOSSES, (total_K / self.world).tolist()))
+        found = {k: v for k, v in values.items() if v == v}
+        if self.out and rank() == 0:
+            append_jsonl(self.out / "validation.jsonl", [{"step": self.step_count, **found}])
+        return found
 
     def _time_parts(self) -> dict[str, float] | None:
         if not self.config.parts_steps:
@@ -242,34 +299,34 @@ class Trainer:
         self.log.discard()
         return self.clock.median_ms()
 
-    def _result(self, parts_ms: dict[str, float] | None) -> Record:
-        measured = self.log.records[self.config.warmup_steps :]
-        timing = Timing.of([r.step_ms for r in measured])
-        per_second = self.config.global_batch / timing.median * 1e3
-        mfus = [r.mfu for r in measured if r.mfu is not None]
-        model = self.config.model
+    def _result(self, parts_ms: dict[str, float] | None, reason: str | None) -> Record:
+        model, fresh = self.config.model, self.log.records[self.config.warmup_steps :]
+        if not fresh:
+            reason = reason or f"no step to measure: the run stands at step {self.step_count}"
         record = Record(
             name=self.config.name,
             scope="step",
+            reason=reason,
             model=model.size if model else type(self.model).__name__,
+            layers=model.layers if model else None,
             world_size=self.world,
-            device=str(self.device.type),
+            device=self.device.type,
             micro_batch=self.micro_batch,
             grad_accum=self.share // self.micro_batch,
             precision=self.config.precision,
             recompute=self.plan.recompute,
             encoders="online",
             global_batch=self.config.global_batch,
-            optimizations=tuple(o.name for o in build_optimizations(self.config.optimizations)),
-            step_ms=timing,
+            optimizations=tuple(o.name for o in self.optimizations),
             parts_ms=parts_ms,
-            samples_per_s=per_second,
-            samples_per_s_per_gpu=per_second / self.world,
-            mfu=sum(mfus) / len(mfus) if mfus else None,
-            peak_gib=max(gather(max(r.peak_gib for r in measured))),
-            data_wait_share=sum(r.data_wait_ms for r in measured)
-            / sum(r.step_ms for r in measured),
             first_step_s=self.first_step_s,
             losses=tuple(r.loss for r in self.log.records),
+            extra={"recompiles": counters["stats"]["unique_graphs"] - self._graphs},
         )
-        return stamp(record)
+        return stamp(replace(record, self.log.summary(fresh)))
+
+
+def _in_order(losses: Mapping[str, Tensor]) -> Tensor:
+    """Return the detached float32 losses in the order of LOSSES, NaN for one that is not given."""
+    none = torch.full_like(losses["loss"].detach(), torch.nan)
+    return torch.stack([losses.get(name, none).detach().float() for name in LOSSES])
