@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from wamlab.config import ConfigError
 from wamlab.model import attention, reference
-from wamlab.model.attention import Layout
 from wamlab.model.init import init_dit
 from wamlab.model.plan import PUBLIC as PUBLIC
 from wamlab.model.plan import SHORTCUTS as SHORTCUTS
@@ -33,11 +33,9 @@ from wamlab.model.plan import (
     Cache,
     ModelOptions,
     Plan,
-    TrainingPlan,
-    count_text_rows,
+    Plans,
     exact_times,
     save_matmuls,
-    training_plan,
 )
 
 
@@ -285,8 +283,7 @@ class WorldActionDiT(nn.Module):
     def set_options(self, options: ModelOptions) -> None:
         """Change how the network computes; parameters stay as they are."""
         self.options = options
-        self._plans: dict[tuple, Plan] = {}
-        self._text_rows = 0
+        self._plans = Plans(self.config, options)
 
     def forward(
         self,
@@ -316,7 +313,7 @@ class WorldActionDiT(nn.Module):
             clip_feature: image tokens of frame 0 [B, I, clip_dim].
             y: [B, 4+C, F, Y, X], mask and first-frame latent; read with concat_first_frame_latent.
             context_length: int64 [B], rows of each prompt; without it the padding shortcut is off
-                (on a GPU, reading it synchronises unless options.text_keys is set).
+                (on a GPU, reading it synchronises unless options.longest_prompt is set).
             coupled_times: a promise that the frames and actions of a block share one time.
 
         Returns:
@@ -325,17 +322,17 @@ class WorldActionDiT(nn.Module):
         Raises:
             ConfigError: shapes that do not fit each other or the configuration.
         """
-        patch, dtype = self.patch_embedding, self.patch_embedding.weight.dtype
+        config, patch, dtype = self.config, self.patch_embedding, self.patch_embedding.weight.dtype
         if action is None:
-            action = x.new_zeros(len(x), 0, self.config.action_dim)
-            state, timestep_action = (
-                x.new_zeros(len(x), 0, self.config.max_state_dim),
-                action[..., 0],
-            )
+            action = x.new_zeros(len(x), 0, config.action_dim)
+            state = x.new_zeros(len(x), 0, config.max_state_dim)
+            timestep_action = timestep[:, :0]
         timestep, timestep_action = exact_times(self.options, timestep, timestep_action)
-        plan = self._plan(x, action, state, context_length=context_length, coupled=coupled_times)
+        plan = self._plans.get(x, action, state, lengths=context_length, coupled=coupled_times)
 
-        if self.config.concat_first_frame_latent:
+        if config.concat_first_frame_latent:
+            if y is None:
+                raise ConfigError("this size is given the first frame: pass y [B, 4+C, F, Y, X]")
             x, clean_x = torch.cat([x, y], 1), torch.cat([clean_x, y], 1)
         x, clean_x = x.to(dtype), clean_x.to(dtype)
         noisy, clean = (plan.ops.patchify(v, patch.weight, patch.bias) for v in (x, clean_x))
@@ -366,29 +363,6 @@ class WorldActionDiT(nn.Module):
         dtype = self.patch_embedding.weight.dtype
         text = F.pad(context[:, :rows], (0, 0, 0, max(rows - context.shape[1], 0)))
         return self.img_emb(clip_feature.to(dtype)), self.text_embedding(text.to(dtype))
-
-    def _plan(self, x, action, state, *, context_length, coupled: bool) -> TrainingPlan:
-        config, options, acts = self.config, self.options, action.shape[1] > 0
-        grid = (x.shape[3] // 2, x.shape[4] // 2)
-        layout = Layout(
-            frames=x.shape[2],
-            frame_tokens=grid[0] * grid[1],
-            frames_per_block=config.num_frame_per_block,
-            actions_per_block=config.num_action_per_block if acts else 0,
-            states_per_block=config.num_state_per_block if acts else 0,
-            window=config.window,
-            clean_token_causal=options.clean_token_causal and config.window < 0,
-        )
-        layout.check_registers(action.shape[1], state.shape[1])
-        rows = count_text_rows(options, context_length, config.text_len, self._text_rows)
-        self._text_rows = rows if context_length is not None else self._text_rows
-        key = (layout, grid, rows, coupled, x.device)
-        if key not in self._plans:
-            size = {"head_width": config.dim // config.num_heads, "text_len": config.text_len}
-            self._plans[key] = training_plan(
-                layout, grid, options, coupled=coupled, text_rows=rows, device=x.device, **size
-            )
-        return self._plans[key]
 
 
 def unpatchify(patches_BSE: Tensor, rows: int, cols: int) -> Tensor:

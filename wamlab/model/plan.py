@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -73,46 +73,6 @@ class Plan:
     before `first` give keys and values only.
     """
 
-    impl: str = "fused"
-    attention: str = "auto"
-
-    distinct_times: bool = True  # embed each distinct time once; off: once a token
-    joint_queries: bool = True  # video and action queries of a block in one call ("loops")
-    state_is_value: bool = True  # a lone state token's attention is its value ("loops")
-    trim_last_block: bool = True  # the last block reads the clean stream and does not update it
-    text_padding: bool = True  # equal padding rows of the prompt as one key, its score + log count
-    longest_prompt: int | None = None  # of the run, in tokens; None: of the prompts seen so far
-
-    time_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 leaves 294 of the 1000 times distinct
-    clean_token_causal: bool = False  # without a window: token by token, not block by block
-    zero_init_img_branch: bool = False  # a fresh image branch says nothing; publicly it is random
-
-    def __post_init__(self) -> None:
-        lookup(OPERATIONS, self.impl, "impl")
-        if self.attention not in (names := ("auto", *attention.IMPLEMENTATIONS)):
-            raise ConfigError(unknown_name(self.attention, names, "attention implementation"))
-        if self.time_dtype not in (names := ("fp32", "bf16")):
-            raise ConfigError(unknown_name(self.time_dtype, names, "time_dtype"))
-
-
-SHORTCUTS = ("distinct_times", "joint_queries", "state_is_value", "trim_last_block", "text_padding")
-# what the public training code does, at its cost
-PUBLIC = ModelOptions(impl="reference", attention="loops", **dict.fromkeys(SHORTCUTS, False))
-
-
-# called with the keys and values [B, T, H, K] of new tokens, returns those of old and new ones
-Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """The constants of one layout, as the blocks read them.
-
-    `impl` is a key of OPERATIONS, and made `rotation`; `attention` maps queries [B, Q, H, K] and keys
-    and values [B, T, H, K] to [B, Q, H, K]; `segment` names each token's row in the time table (None: a row a token); `text_bias` is
-    added to the scores of the text keys; tokens before `first` give keys and values only.
-    """
-
     impl: str
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
     rotation: Tensor
@@ -169,52 +129,87 @@ class TrainingPlan(Plan):
         return self.layout.unbraid(time_BGD[:, -self.tail :])[0], None
 
 
-def training_plan(
-    layout: Layout,
-    grid: tuple[int, int],
-    options: ModelOptions,
-    *,
-    head_width: int,
-    text_len: int,
-    text_rows: int,
-    coupled: bool,
-    device: torch.device,
-) -> TrainingPlan:
-    """Make the plan of a training sequence.
+class Sizes(Protocol):
+    """What a plan needs to know of a network's configuration."""
 
-    Args:
-        layout: the sequence.
-        grid: patch rows and columns of a frame.
-        options: how to compute.
-        head_width: channels of a head.
-        text_len: rows that the public code attends to.
-        text_rows: rows that stand for them.
-        coupled: the frames and actions of a block share one time.
-        device: where the blocks run.
-    """
-    rows_T = layout.time_rows(coupled)
-    bias_L = text_count_bias(text_rows, text_len)
-    angles = training_angles(layout, *grid, head_width)
-    return TrainingPlan(
-        impl=options.impl,
-        attention=build_attention(
-            layout,
-            options.attention,
-            device,
-            joint_queries=options.joint_queries,
-            state_is_value=options.state_is_value,
-            tail=options.trim_last_block,
-        ),
-        rotation=OPERATIONS[options.impl].rotation(angles).to(device),
-        segment=rows_T.to(device) if options.distinct_times else None,
-        text_bias=None if bias_L is None else bias_L.to(device),
-        layout=layout,
-        time_rows=rows_T.to(device),
-        video_rows=layout.unbraid(rows_T[None, layout.stream_tokens :])[0][0].to(device),
-        coupled=coupled,
-        text_rows=text_rows,
-        trim=options.trim_last_block,
-    )
+    dim: int
+    num_heads: int
+    num_frame_per_block: int
+    num_action_per_block: int
+    num_state_per_block: int
+    window: int
+    text_len: int
+
+
+class Plans:
+    """The plans of one network, each made once."""
+
+    def __init__(self, sizes: Sizes, options: ModelOptions) -> None:
+        self.sizes, self.options = sizes, options
+        self._made: dict[tuple, TrainingPlan] = {}
+        self._text_rows = 0
+
+    def get(
+        self, x: Tensor, action: Tensor, state: Tensor, *, lengths: Tensor | None, coupled: bool
+    ) -> TrainingPlan:
+        """Return the plan of a batch by the shapes of its latents, actions and states.
+
+        Args:
+            x: latents [B, C, F, Y, X].
+            action: [B, A, action_dim], A may be 0.
+            state: [B, Z, max_state_dim].
+            lengths: int64 [B], rows of each prompt, or None.
+            coupled: the frames and actions of a block share one time.
+
+        Raises:
+            ConfigError: the numbers of frames, actions and states do not fit each other.
+        """
+        sizes, options, acts = self.sizes, self.options, action.shape[1] > 0
+        grid = (x.shape[3] // 2, x.shape[4] // 2)
+        layout = Layout(
+            frames=x.shape[2],
+            frame_tokens=grid[0] * grid[1],
+            frames_per_block=sizes.num_frame_per_block,
+            actions_per_block=sizes.num_action_per_block if acts else 0,
+            states_per_block=sizes.num_state_per_block if acts else 0,
+            window=sizes.window,
+            clean_token_causal=options.clean_token_causal and sizes.window < 0,
+        )
+        layout.check_registers(action.shape[1], state.shape[1])
+        rows = count_text_rows(options, lengths, sizes.text_len, self._text_rows)
+        self._text_rows = self._text_rows if lengths is None else rows
+        key = (layout, grid, rows, coupled, x.device)
+        if key not in self._made:
+            self._made[key] = self._make(layout, grid, rows, coupled=coupled, device=x.device)
+        return self._made[key]
+
+    def _make(
+        self, layout: Layout, grid: tuple[int, int], text_rows: int, *, coupled: bool, device: Any
+    ) -> TrainingPlan:
+        options, sizes = self.options, self.sizes
+        rows = layout.time_rows(coupled)
+        bias = text_count_bias(text_rows, sizes.text_len)
+        angles = training_angles(layout, *grid, sizes.dim // sizes.num_heads)
+        return TrainingPlan(
+            impl=options.impl,
+            attention=build_attention(
+                layout,
+                options.attention,
+                device,
+                joint_queries=options.joint_queries,
+                state_is_value=options.state_is_value,
+                tail=options.trim_last_block,
+            ),
+            rotation=OPERATIONS[options.impl].rotation(angles).to(device),
+            segment=rows.to(device) if options.distinct_times else None,
+            text_bias=None if bias is None else bias.to(device),
+            layout=layout,
+            time_rows=rows.to(device),
+            video_rows=layout.unbraid(rows[None, layout.stream_tokens :])[0][0].to(device),
+            coupled=coupled,
+            text_rows=text_rows,
+            trim=options.trim_last_block,
+        )
 
 
 def training_angles(layout: Layout, rows: int, cols: int, head_width: int) -> Tensor:
