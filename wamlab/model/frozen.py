@@ -110,14 +110,14 @@ def load_frozen(
         raise CheckpointError(
             f"{source} does not fit {type(module).__name__}: {'; '.join(problems)}"
         )
-    values: dict[tuple[str, int], Tensor] = {}
-    state = {}
+    values: dict[tuple[str, int], nn.Parameter] = {}  # tied parameters stay one
     for ours, part in parts.items():
         key = (part.name, part.index)
-        if key not in values:  # tied parameters stay one tensor
+        if key not in values:
             value = part.take(checkpoint.read(stored[part.name]), wanted[ours].shape)
-            values[key] = value.to(device=device, dtype=dtype, copy=True)
-        state[ours] = values[key]
+            value = value.to(device=device, dtype=dtype, copy=True)
+            values[key] = nn.Parameter(value, requires_grad=False)
+    state = {ours: values[part.name, part.index] for ours, part in parts.items()}
     module.load_state_dict(state, assign=True)
     return {name: checkpoint.read(stored[name]) for name in beside if name in stored}
 

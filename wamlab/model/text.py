@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wamlab.config import lookup
+from wamlab.config import ConfigError, lookup
 from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded
 
 PREFIX = "action_head.text_encoder."
@@ -164,12 +164,22 @@ class TextEncoder(nn.Module):
 
 
 def build_tokenizer(config: TextConfig) -> Any:
-    """Return the config's tokenizer; "bytes" needs no file."""
+    """Return the config's tokenizer; "bytes" needs no file.
+
+    Raises:
+        ConfigError: no such tokenizer.
+    """
     from transformers import AutoTokenizer, ByT5Tokenizer  # 2 s to import: only where text is read
 
     if config.tokenizer == "bytes":
         return ByT5Tokenizer()
-    return AutoTokenizer.from_pretrained(config.tokenizer)
+    try:
+        return AutoTokenizer.from_pretrained(config.tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the tokenizer {config.tokenizer!r} is neither a folder here nor readable from the "
+            f"hub: {error}"
+        ) from error
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
