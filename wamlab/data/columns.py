@@ -1,10 +1,10 @@
 """A data set's low-dimensional columns as flat memory-mapped arrays, converted once.
 
-Every table is read once, in order; each numeric column becomes one .npy file of all frames, each text
-column numbers and a list of texts, and images that stand in the tables (LIBERO's PNGs) one file of
-their bytes with offsets. Afterwards a row is an array index, and all workers of a machine share the
-pages. The conversion shows a progress bar, goes on where it was interrupted, and is done again when a
-table or meta file has changed.
+Every table is read once, in order; each numeric column becomes one .npy file of all frames, each
+text column numbers and a list of texts, and images that stand in the tables (LIBERO's PNGs) one file
+of their bytes with offsets. Afterwards a row is an array index, and all workers of a machine share
+the pages. The conversion shows a progress bar, goes on where it was interrupted, and is done again
+when a table or meta file has changed.
 """
 
 import fcntl
@@ -81,8 +81,8 @@ def open_columns(info: Info, *, cache: Path | None = None, progress: bool = True
 
     Args:
         info: of the data set.
-        cache: the folder to keep them in; default `.wamlab` in the data set, or where that cannot be
-            written, the user's cache.
+        cache: the folder to keep them in; default `.wamlab` in the data set, or where that cannot
+            be written, the user's cache.
         progress: show a bar while converting.
 
     Raises:

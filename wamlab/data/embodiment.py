@@ -92,7 +92,7 @@ class Embodiment:
         if self.horizon % FRAMES_PER_BLOCK or self.horizon <= 0:
             raise ConfigError(
                 f"embodiment {self.name!r}: horizon {self.horizon} is not a multiple of "
-                f"{FRAMES_PER_BLOCK}, so a block's {FRAMES_PER_BLOCK} frames cannot be evenly spaced"
+                f"{FRAMES_PER_BLOCK}: a block's {FRAMES_PER_BLOCK} frames must be evenly spaced"
             )
         views = {"single": 1, "side_by_side": 2, "droid": 3, "three_view": 3}
         wanted = lookup(views, self.layout, "layout")
@@ -144,7 +144,10 @@ class Embodiment:
 
 
 def clean_instruction(text: str) -> str:
-    """Return a task in lower case, on one line, without a full stop; a written-out list gives its first item."""
+    """Return a task in lower case, on one line, without a full stop.
+
+    A written-out list of paraphrases gives its first item.
+    """
     text = text.strip()
     if text.startswith(("[", "(")):
         try:

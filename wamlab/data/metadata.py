@@ -81,8 +81,8 @@ class VideoTable:
 class Episodes:
     """The episode table, in the order of the frames.
 
-    `ids`, `lengths`, `data_chunk`, `data_file` are int64 [E]; `offsets` int64 [E + 1] are the rows in
-    the flat columns; `videos` is empty for v2 data sets, whose file names follow from the id.
+    `ids`, `lengths`, `data_chunk`, `data_file` are int64 [E]; `offsets` int64 [E + 1] are the rows
+    in the flat columns; `videos` is empty for v2 data sets, whose file names follow from the id.
     """
 
     ids: np.ndarray
@@ -280,7 +280,7 @@ def read_tasks(info: Info) -> dict[int, str]:
         return {int(r["task_index"]): r["task"] for r in rows}
     path = info.root / "meta/tasks.parquet"
     table = read_parquet(path)
-    # the text may be a column "task" or the table's index, which pandas stores under a name of its own
+    # the text is a column "task", or the table's index, which pandas stores under its own name
     text = [
         f.name
         for f in table.schema

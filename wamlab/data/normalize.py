@@ -1,6 +1,7 @@
-"""Statistics of low-dimensional columns and the normalisations built on them, each with its inverse.
+"""Statistics of low-dimensional columns, and normalisations with their inverses.
 
-A dimension that never changes has no range to divide by; every mode says what it does then, so that no NaN can arise.
+A dimension that never changes has no range to divide by; every mode says what it does then, so that
+no NaN can arise.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import numpy as np
 
 from wamlab.config import ConfigError, lookup
 
-MAX_ROWS = 4_000_000  # quantiles need all rows at once; beyond this every n-th is taken (110 MB at 7 dimensions)
+MAX_ROWS = 2_000_000  # quantiles need all rows at once; beyond this every n-th is taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Normalization:
-    """A pair of functions of (values [..., D], statistics) that undo each other inside the statistics' range."""
+    """Two functions of (values [..., D], statistics) that undo each other inside their range."""
 
     forward: Callable[[np.ndarray, Statistics], np.ndarray]
     inverse: Callable[[np.ndarray, Statistics], np.ndarray]

@@ -1,8 +1,8 @@
-"""A seven-joint arm with closed-form kinematics: a spherical shoulder, an elbow and a spherical wrist.
+"""A seven-joint arm with closed-form kinematics: spherical shoulder, elbow, spherical wrist.
 
-The chain is Rz Ry Rz (shoulder), up by UPPER, Ry (elbow), up by FORE, Rz Ry Rz (wrist), up by HAND. The gripper's tip is
-the tool point. With seven joints for six numbers one freedom is left, the swivel of the elbow around the line from the
-shoulder to the wrist; the caller chooses it.
+The chain is Rz Ry Rz (shoulder), up by UPPER, Ry (elbow), up by FORE, Rz Ry Rz (wrist), up by HAND.
+The gripper's tip is the tool point. With seven joints for six numbers one freedom is left, the swivel
+of the elbow around the line from the shoulder to the wrist; the caller chooses it.
 """
 
 import math
@@ -54,7 +54,7 @@ def inverse(tool: np.ndarray, yaw: float, swivel: float) -> np.ndarray:
     Returns:
         [7] radians, each in (-pi, pi].
     """
-    to_wrist = tool + [0.0, 0.0, HAND_M] - SHOULDER_M
+    to_wrist = tool + np.array([0.0, 0.0, HAND_M]) - SHOULDER_M
     distance = min(float(np.linalg.norm(to_wrist)), 0.999 * (UPPER_M + FORE_M))
     line = to_wrist / np.linalg.norm(to_wrist)
     along = (distance**2 + UPPER_M**2 - FORE_M**2) / (2 * distance)

@@ -1,11 +1,11 @@
-"""A ray caster for the toy world: capsules, boxes, balls and plates on a table, in vectorised numpy.
+"""A ray caster for the toy world: capsules, boxes, balls and plates on a table, in numpy.
 
 Every primitive is intersected only inside the screen rectangle that its bounding spheres cover,
-with a depth buffer, so a view of 180x320 takes a few milliseconds on one core. Shadows fall straight
-down, which is what lets a single view show how high the gripper is.
+with a depth buffer, so a view of 180x320 takes a few milliseconds on one core. Shadows fall
+straight down, which is what lets a single view show how high the gripper is.
 
-Coordinates: metres, z up, the table top is z = 0. Cameras look along their third axis, image rows run
-along the second.
+Coordinates: metres, z up, the table top is z = 0. Cameras look along their third axis, image rows
+run along the second.
 """
 
 from dataclasses import dataclass, field
@@ -171,7 +171,7 @@ class Camera:
         return cls(np.array(position), rotation, **size)
 
     def rectangle(self, spheres: list[tuple[np.ndarray, float]]) -> tuple[slice, slice]:
-        """Return the rows and columns that may show the spheres: all when one touches the camera."""
+        """Return the rows and columns that may show the spheres."""
         low, high = np.full(2, np.inf), np.full(2, -np.inf)
         for center, radius in spheres:
             x, y, z = (center - self.position) @ self.rotation
@@ -254,7 +254,7 @@ def _local_rays(height: int, width: int, focal: float) -> np.ndarray:
 
 
 def _ground(camera: Camera) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return colour, depth, the table plane's point under each pixel, whether it is on the table."""
+    """Return colour, depth, the table plane's point under each pixel, and whether the table is."""
     dz = camera.rays_HW3[..., 2]
     t = np.where(dz < -1e-3, -camera.position[2] / np.minimum(dz, np.float32(-1e-3)), _FAR)
     point = camera.position[:2] + t[..., None] * camera.rays_HW3[..., :2]

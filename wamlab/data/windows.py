@@ -1,0 +1,348 @@
+"""Training samples: which frames, states and actions belong to a start, and reading them.
+
+A sample is K blocks of H steps around its start frame i: anchors lie a multiple of H away from i,
+two before it and the rest from it on, moved inwards near the ends of an episode or where the task
+in words changes. Its 8K + 1 frames are H/8 steps apart from the first anchor to the last anchor + H,
+so a block's frames and its actions span the same time. Starts that give all K blocks are found once
+for the whole data set; so every sample has the same shapes and none is rejected.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from wamlab.config import ConfigError, lookup
+from wamlab.data.lerobot import LeRobotDataset
+from wamlab.data.metadata import DatasetError, VideoSpan
+from wamlab.data.video import DECODERS
+
+_PART = 1_000_000  # frames looked at together, to bound memory
+
+
+@dataclass(frozen=True)
+class WindowIndex:
+    """All valid starts, as runs of consecutive frames.
+
+    Args:
+        starts: int64 [R], first row (in the flat columns) of each run.
+        ends: int64 [R], how many starts there are up to and including each run.
+        offsets: int64 [E + 1], first row of each episode.
+        labels: the task of each row, one array for each language column.
+        horizon: H.
+        blocks: K.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    offsets: np.ndarray
+    labels: tuple[np.ndarray, ...]
+    horizon: int
+    blocks: int
+
+    @classmethod
+    def build(
+        cls, offsets: np.ndarray, labels: Sequence[np.ndarray], *, horizon: int, blocks: int
+    ) -> "WindowIndex":
+        """Find the valid starts of a data set.
+
+        Args:
+            offsets: int64 [E + 1], first row of each episode.
+            labels: int [N] each.
+            horizon: H, steps a block.
+            blocks: K.
+        """
+        starts, counts = [], []
+        for first, last in _episode_parts(np.asarray(offsets)):
+            own = np.asarray(offsets[first : last + 1])
+            rows = slice(int(own[0]), int(own[-1]))
+            parts = [np.asarray(label[rows]) for label in labels]
+            run, count = _valid_runs(own - own[0], parts, horizon, blocks)
+            starts.append(run + own[0])
+            counts.append(count)
+        ends = np.cumsum(np.concatenate(counts))
+        return cls(np.concatenate(starts), ends, offsets, tuple(labels), horizon, blocks)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def locate(self, index: int) -> tuple[int, int, int]:
+        """Return where a sample lies.
+
+        Args:
+            index: 0..len-1.
+
+        Returns:
+            Episode (its place in the table), first anchor counted from the episode's start, and the
+            row of the start frame in the flat columns.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        run = int(np.searchsorted(self.ends, index, side="right"))
+        before = int(self.ends[run - 1]) if run else 0
+        row = int(self.starts[run]) + index - before
+        episode = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        start, stop = int(self.offsets[episode]), int(self.offsets[episode + 1])
+        low, high = self._reach(row, start, stop)
+        first = max(low, min(-(self.blocks // 2), high - self.blocks + 1))
+        return episode, row + first * self.horizon - start, row
+
+    @cached_property
+    def episode_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first sample of each episode and the one after its last, int64 [E] each."""
+        episode = np.searchsorted(self.offsets, self.starts, side="right") - 1
+        count = np.bincount(
+            episode, np.diff(self.ends, prepend=0), minlength=len(self.offsets) - 1
+        ).astype(np.int64)
+        high = np.cumsum(count)
+        return high - count, high
+
+    def _reach(self, row: int, start: int, stop: int) -> tuple[int, int]:
+        """Return the lowest and highest usable anchor, in blocks from the start frame."""
+        low, high = 0, 0
+        while -low < self.blocks and self._same(row, row + (low - 1) * self.horizon, start, stop):
+            low -= 1
+        while high < self.blocks and self._same(row, row + (high + 1) * self.horizon, start, stop):
+            high += 1
+        while row + (high + 1) * self.horizon >= stop:  # the anchor's block must end inside
+            high -= 1
+        return low, high
+
+    def _same(self, row: int, other: int, start: int, stop: int) -> bool:
+        return start <= other < stop and all(label[row] == label[other] for label in self.labels)
+
+
+def _episode_parts(offsets: np.ndarray) -> list[tuple[int, int]]:
+    """Cut the episodes into parts of about a million frames."""
+    marks = np.arange(0, offsets[-1], _PART)
+    cuts = np.unique([*np.searchsorted(offsets, marks), len(offsets) - 1])
+    return list(zip(cuts[:-1].tolist(), cuts[1:].tolist()))
+
+
+def _valid_runs(
+    offsets: np.ndarray, labels: list[np.ndarray], horizon: int, blocks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first row and the length of each run of valid starts."""
+    lengths = np.diff(offsets)
+    simple = lengths >= (blocks + 1) * horizon  # then every frame of one label is a valid start
+    for label in labels:
+        changes = np.flatnonzero(label[1:] != label[:-1]) + 1
+        inside = changes[~np.isin(changes, offsets)]
+        simple[np.searchsorted(offsets, inside, side="right") - 1] = False
+    starts, counts = [offsets[:-1][simple]], [lengths[simple]]
+    for episode in np.flatnonzero(~simple & (lengths > blocks * horizon)):
+        rows = slice(offsets[episode], offsets[episode + 1])
+        valid = _valid_starts([label[rows] for label in labels], lengths[episode], horizon, blocks)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], valid, [False]]).astype(np.int8)))
+        starts.append(edges[::2] + offsets[episode])
+        counts.append(edges[1::2] - edges[::2])
+    start, count = np.concatenate(starts), np.concatenate(counts)
+    order = np.argsort(start)
+    return start[order], count[order]
+
+
+def _valid_starts(labels: list[np.ndarray], length: int, horizon: int, blocks: int) -> np.ndarray:
+    """Return bool [T]: which frames of one episode have K usable anchors around them."""
+    frames = np.arange(length)
+    anchors = np.zeros(length, np.int64)
+    for direction in (-1, 1):
+        going = np.ones(length, bool)
+        for step in range(0 if direction == 1 else 1, blocks + 1):
+            other = frames + direction * step * horizon
+            going &= (other >= 0) & (other < length)
+            there = np.clip(other, 0, length - 1)
+            for label in labels:
+                going &= label[there] == label
+            anchors += going & (other + horizon < length)
+    return anchors >= blocks
+
+
+class WindowDataset:
+    """Samples of one data set, by number.
+
+    Args:
+        dataset: the episodes.
+        open_video: gives a decoder for a part of a file and keeps it as long as it likes; default
+            opens and closes one decoder a call, as the public code does.
+        decoder: (without `open_video`) a key of DECODERS.
+
+    Raises:
+        DatasetError: no episode is long enough for one sample.
+    """
+
+    def __init__(
+        self,
+        dataset: LeRobotDataset,
+        *,
+        open_video: Callable[[VideoSpan], Any] | None = None,
+        decoder: str = "pyav-naive",
+    ) -> None:
+        self.dataset, self.embodiment = dataset, dataset.embodiment
+        self.open_video = open_video or _OpenEachTime(decoder)
+        labels = [dataset.columns.arrays[column] for column in dataset.language]
+        self.index = WindowIndex.build(
+            dataset.episodes.offsets,
+            labels,
+            horizon=self.embodiment.horizon,
+            blocks=self.embodiment.blocks,
+        )
+        if not len(self.index):
+            need = self.embodiment.blocks * self.embodiment.horizon + 1
+            raise DatasetError(
+                f"{dataset.root}: no sample: one needs {need} frames of one task in an episode, "
+                f"the longest has {int(np.max(dataset.episodes.lengths))}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return one sample, see `sample`."""
+        return self.sample(index)
+
+    def sample(self, index: int, *, paraphrase: int = 0) -> dict[str, Any]:
+        """Return one sample.
+
+        Args:
+            index: 0..len-1, also its `sample_id`.
+            paraphrase: which language column to take the task from, modulo their number.
+
+        Returns:
+            `views` uint8 [V, T, 3, h, w]; `state` f32 [K, 64] and `state_mask` bool; `action` f32
+            [K*H, 32] and `action_mask` bool; `has_real_action` bool; `prompt` str; `sample_id` and
+            `embodiment_id` int64.
+        """
+        episode, anchor, row = self.index.locate(index)
+        steps = anchor + np.array(self.embodiment.frame_offsets())
+        return self._numbers(index, paraphrase, (episode, anchor, row)) | {
+            "views": self._views(episode, steps)
+        }
+
+    def samples(
+        self, indices: Sequence[int], *, paraphrases: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return several samples, each frame of an episode decoded once however many share it.
+
+        Args:
+            indices: as in `sample`, in any order.
+            paraphrases: as in `sample`, one each.
+        """
+        paraphrases = paraphrases if paraphrases is not None else [0] * len(indices)
+        places = [self.index.locate(i) for i in indices]
+        found: list[dict[str, Any]] = [
+            self._numbers(i, p, place) for i, p, place in zip(indices, paraphrases, places)
+        ]
+        offsets = np.array(self.embodiment.frame_offsets())
+        for episode in dict.fromkeys(place[0] for place in places):
+            members = [n for n, place in enumerate(places) if place[0] == episode]
+            steps = np.stack([places[n][1] + offsets for n in members])
+            union, where = np.unique(steps, return_inverse=True)
+            views = self._views(episode, union)
+            for n, own in zip(members, where.reshape(steps.shape)):
+                found[n]["views"] = views[:, torch.from_numpy(own)]
+        return found
+
+    def _numbers(self, index: int, paraphrase: int, place: tuple[int, int, int]) -> dict[str, Any]:
+        """Return all of a sample but its pictures."""
+        episode, anchor, row = place
+        e, data = self.embodiment, self.dataset
+        anchors = data.rows(episode, anchor + e.horizon * np.arange(e.blocks))
+        steps = data.rows(episode, anchor + np.arange(e.blocks * e.horizon))
+        state_KS = data.state(anchors)
+        action_KHA = data.action(steps).reshape(e.blocks, e.horizon, -1)
+        state_mask, action_mask = data.codec.masks()
+        action = data.codec.encode_action(action_KHA, state_KS)
+        return {
+            "state": torch.from_numpy(data.codec.encode_state(state_KS)),
+            "state_mask": torch.from_numpy(np.tile(state_mask, (e.blocks, 1))),
+            "action": torch.from_numpy(action),
+            "action_mask": torch.from_numpy(np.tile(action_mask, (len(action), 1))),
+            "has_real_action": torch.tensor(True),
+            "prompt": e.prompt_text(data.instruction(row, paraphrase)),
+            "sample_id": torch.tensor(index, dtype=torch.int64),
+            "embodiment_id": torch.tensor(e.id, dtype=torch.int64),
+        }
+
+    def _views(self, episode: int, steps: np.ndarray) -> torch.Tensor:
+        names = self.embodiment.views
+        views = [self.dataset.frames(episode, n, steps, self.open_video) for n in names]
+        if len({v.shape for v in views}) > 1:
+            sizes = ", ".join(f"{n} {v.shape[-2]}x{v.shape[-1]}" for n, v in zip(names, views))
+            raise DatasetError(
+                f"{self.dataset.root}: the views of a sample must have one size, got {sizes}"
+            )
+        return torch.stack([v.contiguous() for v in views])
+
+
+class _OpenEachTime:
+    """Opens a fresh decoder for every call and drops it: the public code's way, and its cost."""
+
+    def __init__(self, decoder: str) -> None:
+        lookup(DECODERS, decoder, "decoder")
+        self.decoder = decoder
+
+    def __call__(self, span: VideoSpan) -> Any:
+        return DECODERS[self.decoder](span.path, start_s=span.start_s, end_s=span.end_s)
+
+
+class Mixture:
+    """Several data sets as one, the numbers of one after those of the other.
+
+    Args:
+        parts: data sets whose samples have the same number of blocks, steps, views.
+        weights: how often each is drawn, relative to the others; None = by length.
+
+    Raises:
+        ConfigError: the parts do not fit together, or a weight is not positive.
+    """
+
+    def __init__(
+        self, parts: Sequence[WindowDataset], weights: Sequence[float] | None = None
+    ) -> None:
+        self.parts = tuple(parts)
+        self.lengths = np.array([len(p) for p in parts], np.int64)
+        weights = self.lengths if weights is None else weights
+        if len(weights) != len(self.parts) or min(weights, default=0) <= 0:
+            raise ConfigError(
+                f"a mixture of {len(self.parts)} data sets takes as many positive weights, "
+                f"got {list(weights)}"
+            )
+        self.weights = np.asarray(weights, np.float64) / np.sum(weights)
+        shapes = {(e.blocks, e.horizon, len(e.views)) for e in (p.embodiment for p in parts)}
+        if len(shapes) > 1:
+            each = ", ".join(
+                f"{e.name} {e.blocks} x {e.horizon} x {len(e.views)}"
+                for e in (p.embodiment for p in parts)
+            )
+            raise ConfigError(
+                f"the data sets of a mixture need the same blocks x steps x views, got {each}"
+            )
+        self.ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return one sample; its `sample_id` is its number in the mixture."""
+        return self.samples([index])[0]
+
+    def samples(
+        self, indices: Sequence[int], *, paraphrases: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return several samples, see `WindowDataset.samples`."""
+        paraphrases = list(paraphrases) if paraphrases is not None else [0] * len(indices)
+        numbers = np.asarray(indices, np.int64)
+        which = np.searchsorted(self.ends, numbers, side="right")
+        found: list[Any] = [None] * len(numbers)
+        for part in np.unique(which):
+            places = np.flatnonzero(which == part)
+            base = int(self.ends[part] - self.lengths[part])
+            own = self.parts[part].samples(
+                (numbers[places] - base).tolist(), paraphrases=[paraphrases[p] for p in places]
+            )
+            for place, sample in zip(places, own):
+                found[place] = sample | {"sample_id": sample["sample_id"] + base}
+        return found
