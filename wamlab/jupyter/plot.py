@@ -78,7 +78,7 @@ def plot_speedup(records: Sequence[Record], ax: Axes | None = None) -> Axes:
         text = f"{ratio:.2f}×   {record.samples_per_s:.3g} samples/s"
         text += "   (wrong: losses differ)" if record.wrong else ""
         ax.text(ratio + 0.015 * longest, y, text, va="center", color=INK)
-    ax.axvline(1.0, color=INK, lw=0.8, ls=":")
+    ax.axvline(1.0, color=INK, lw=0.8, ls=":", zorder=0)
     ax.set_xlim(0, longest * 1.45)
     ax.set_xlabel(f"speed-up in samples/s (× {base.name})")
     ax.set_title("Training throughput of the whole machine")
