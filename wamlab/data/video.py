@@ -9,6 +9,7 @@ display matrix is applied. One FFmpeg thread per decoder unless asked otherwise.
 
 import importlib
 import importlib.util
+import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -63,6 +64,12 @@ class PyAV(VideoDecoder):
         self._file.seek(int(self.times.pts[entry]), stream=self._stream, backward=True)
         self._frames = self._file.decode(self._stream)
         self._at = entry - 1
+        first = next(self._frames, None)
+        if first is None or first.pts > self.times.pts[max(entry, self.times.lead)]:
+            self._file.close()  # this container cannot seek there: read it from its start
+            self._open()
+        else:
+            self._frames = itertools.chain([first], self._frames)
 
     def _decoded_to(self, pts: int) -> Iterator[av.VideoFrame]:
         """Yield every decoded frame up to the one at `pts`, which is the last."""
