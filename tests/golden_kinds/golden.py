@@ -69,3 +69,13 @@ def assert_gradients_close(
     assert errors[worst] <= tolerance, (
         f"gradient of {worst}: relative L2 {errors[worst]:.2e}, allowed {tolerance:.0e}"
     )
+
+
+def smallest_of_kind(golden: Golden) -> bool:
+    """Whether it is the smallest of its folder's goldens of its kind."""
+    same = [
+        other.path
+        for other in (Golden(p, ()) for p in golden.path.parent.glob("*.safetensors"))
+        if other.sidecar.get("kind") == golden.sidecar["kind"]
+    ]
+    return golden.path == min(same, key=lambda path: (path.stat().st_size, path.name))
