@@ -1,7 +1,7 @@
 """What a reader sees while a ladder runs: the table so far and the progress of the current row.
 
-A terminal gets rich's live display, a notebook an HTML table that is redrawn in place, anything else
-(a log, CI) one line a row.
+A terminal gets rich's live display, a notebook an HTML table that is redrawn in place, anything
+else (a log, CI) one line a row.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from wamlab.jupyter.table import cells, html_table, note, rich_table
+from wamlab.jupyter.table import WIDE, cells, html_table, note, rich_table
 from wamlab.measure import Record
 
 REDRAW_S = 0.5
@@ -109,7 +109,8 @@ class TerminalBoard(Board):
             total=self.steps if done else None,
             said=said,
         )
-        table = rich_table(self.records) if self.records else Text("")
+        narrow = self.live.console.width < WIDE
+        table = rich_table(self.records, narrow=narrow) if self.records else Text("")
         self.live.update(Group(table, self.progress) if self.current else table)
 
     def close(self) -> None:
@@ -160,8 +161,5 @@ def open_board(rows: Sequence[Any]) -> Iterator[Board]:
 
 
 def _steps_of(config: Any) -> int | None:
-    """Return how many steps a row makes: `warmup` and `repeats`, or `steps`; None if it has neither."""
-    counted = getattr(config, "warmup", None), getattr(config, "repeats", None)
-    if None not in counted:
-        return sum(counted)
+    """Return how many steps a row makes, None where its configuration has no `steps`."""
     return getattr(config, "steps", None)

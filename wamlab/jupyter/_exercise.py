@@ -1,7 +1,7 @@
 """What an exercise is. The tables of exercises are the `exercises_*.py` beside this file.
 
-To add exercises: write `wamlab/jupyter/exercises_TOPIC.py` with a dict `EXERCISES: dict[str, Exercise]`
-and add it to the line in `exercise.py` that merges the tables.
+To add exercises: write `wamlab/jupyter/exercises_TOPIC.py` with a dict `EXERCISES: dict[str,
+Exercise]` and add it to the line in `exercise.py` that merges the tables.
 """
 
 import dataclasses

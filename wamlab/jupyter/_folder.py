@@ -74,7 +74,7 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def status(self) -> str:
-        """Return "new", "running", "done", "failed", "stopped", or "lost" (the guard was killed)."""
+        """Return "new", "running", "done", "failed", "stopped" or "lost" (guard killed)."""
         end = self.read("end.json")
         if end is not None:
             return end["status"]

@@ -1,10 +1,11 @@
-"""The guard: one small process between the caller and torchrun that lets nothing outlive the caller.
+"""The guard: one small process between the caller and torchrun that lets nothing outlive the
+caller.
 
-`python -m wamlab.jupyter._guard FOLDER PARENT_PID`, started in a session of its own so that a signal
-to the caller's process group does not end it before it has cleaned up. It starts the agent (torchrun),
-then looks several times a second whether the caller has died, a stop was asked for, or a rank has
-ended badly. As a "child subreaper" it inherits every orphan below it, however deep, so that whatever
-ignores SIGTERM is still found and killed.
+`python -m wamlab.jupyter._guard FOLDER PARENT_PID`, started in a session of its own so that a
+signal to the caller's process group does not end it before it has cleaned up. It starts the
+agent (torchrun), then looks several times a second whether the caller has died, a stop was
+asked for, or a rank has ended badly. As a "child subreaper" it inherits every orphan below it,
+however deep, so that whatever ignores SIGTERM is still found and killed.
 """
 
 import ctypes
@@ -95,7 +96,7 @@ class Guard:
         return "failed" if failed else None
 
     def _kill(self, spared: int | None) -> None:
-        """SIGKILL all that is left below, again and again until nothing is; `spared` may live on."""
+        """SIGKILL all that is left below, again until nothing is; `spared` may live on."""
         give_up = time.monotonic() + 5.0  # a process in an uninterruptible system call stays
         while time.monotonic() < give_up:
             left = [p for p in psutil.Process().children(recursive=True) if p.pid != spared]

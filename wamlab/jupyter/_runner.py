@@ -1,7 +1,7 @@
 """What runs in the fresh processes: the agent (torchrun, in process) and, below it, each rank.
 
-The guard starts `python -m wamlab.jupyter._runner FOLDER`; torchrun starts the same line once a rank,
-told apart by RANK in the environment.
+The guard starts `python -m wamlab.jupyter._runner FOLDER`; torchrun starts the same line once a
+rank, told apart by RANK in the environment.
 """
 
 import faulthandler
@@ -107,12 +107,10 @@ def encode(value: Any) -> dict[str, Any]:
     Raises:
         TypeError: it is neither a Record, a list of Records, a dataclass nor JSON values.
     """
-    from wamlab.measure import Record
-
-    if isinstance(value, Record):
-        return {"record": value.to_json()}
-    if isinstance(value, list | tuple) and value and all(isinstance(v, Record) for v in value):
-        return {"records": [v.to_json() for v in value]}
+    values = value if isinstance(value, list | tuple) else [value]
+    if values and all(_is_record(v) for v in values):
+        plain = [v.to_json() for v in values]
+        return {"records": plain} if values is value else {"record": plain[0]}
     plain = to_dict(value)
     try:
         json.dumps(plain)
@@ -122,6 +120,11 @@ def encode(value: Any) -> dict[str, Any]:
             f"dataclass or JSON value ({error}); return numbers, and save tensors to a file"
         ) from error
     return {"json": plain}
+
+
+def _is_record(value: Any) -> bool:
+    measure = sys.modules.get("wamlab.measure")  # not imported here: it takes torch's 3 s
+    return measure is not None and isinstance(value, measure.Record)
 
 
 def decode(values: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Source of a function or class defined in a cell, as a module that a fresh process can import.
 
-What the definition names is followed: other definitions of the notebook are shipped with it, imports
-are repeated as the cells wrote them, plain constants become assignments. A live object (a model, a
-tensor, an open file) cannot travel; it is refused by name before anything starts.
+What the definition names is followed: other definitions of the notebook are shipped with it,
+imports are repeated as the cells wrote them, plain constants become assignments. A live object
+(a model, a tensor, an open file) cannot travel; it is refused by name before anything starts.
 """
 
 import ast
@@ -22,7 +22,7 @@ MODULE = "wamlab_cell"  # the shipped module's name in the ranks
 
 
 class ShipError(UserError):
-    """A target or config that cannot be sent to another process, with the names that stand in the way."""
+    """A target or config that cannot be sent to another process, and what stands in the way."""
 
 
 def ship(*objects: Any) -> str:
@@ -38,8 +38,9 @@ def ship(*objects: Any) -> str:
         if shipment.refused:
             names = ", ".join(f"{n} ({type(v).__name__})" for n, v in shipment.refused.items())
             raise ShipError(
-                f"{obj.__name__} uses live objects of this process: {names}; another process cannot "
-                "see them: make them inside the function, or put numbers and paths into the config"
+                f"{obj.__name__} uses live objects of this process: {names}; another process "
+                "cannot see them: make them inside the function, or put numbers and paths into "
+                "the config"
             )
     return shipment.text()
 
@@ -93,8 +94,8 @@ def _refuse_unshippable(obj: Any) -> None:
     if getattr(obj, "__closure__", None):
         caught = [f"{n} ({_kind(c)})" for n, c in zip(obj.__code__.co_freevars, obj.__closure__)]
         raise ShipError(
-            f"{obj.__name__} is a closure over {', '.join(caught)}; another process cannot see them: "
-            "put them into the config, or make them inside the function"
+            f"{obj.__name__} is a closure over {', '.join(caught)}; another process cannot "
+            "see them: put them into the config, or make them inside the function"
         )
 
 
@@ -197,9 +198,7 @@ def source_of(obj: Any) -> str:
         ShipError: it was typed where no text is kept (`python -c`, a plain prompt).
     """
     if inspect.isclass(obj):
-        for cell in reversed(
-            _cell_history()
-        ):  # Python before 3.13 cannot find a cell's class itself
+        for cell in reversed(_cell_history()):  # before Python 3.13 inspect finds no cell's class
             for node in _parsed(cell).body:
                 if isinstance(node, ast.ClassDef) and node.name == obj.__name__:
                     return _segment(cell, node)

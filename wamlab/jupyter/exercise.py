@@ -104,7 +104,7 @@ def _short(value: Any) -> str:
 
 
 def _error(yours: Any, expected: Any) -> float:
-    """Return the largest error relative to the largest expected magnitude; inf if not comparable."""
+    """Return the error relative to the largest expected magnitude; inf if not comparable."""
     if isinstance(expected, str | bool) or expected is None:
         return 0.0 if yours == expected else float("inf")
     if isinstance(expected, Mapping):

@@ -1,4 +1,4 @@
-"""Exercises of notebook 00: what a machine can do, and what a run on several ranks must agree on."""
+"""Exercises of notebook 00: what a machine can do, and what ranks must agree on."""
 
 import torch
 
@@ -19,8 +19,8 @@ def _rank_share(ids: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 EXERCISES: dict[str, Exercise] = {
     "roofline-seconds": Exercise(
-        task="roofline_seconds(flops, bytes, peak_flops, peak_bandwidth): the least time in seconds "
-        "that an operation can take on a machine whose arithmetic and memory traffic overlap fully.",
+        task="roofline_seconds(flops, bytes, peak_flops, peak_bandwidth): the least time in "
+        "seconds that an operation can take where arithmetic and memory traffic overlap fully.",
         spec=_roofline,
         inputs=lambda: [
             (2 * 1024**3, 3 * 4 * 1024**2, 1e11, 2e10),
@@ -28,7 +28,7 @@ EXERCISES: dict[str, Exercise] = {
             (4e12, 1e9, 989e12, 4.8e12),
         ],
         hints=(
-            "Two things must happen: the arithmetic and the traffic. How long does each take alone?",
+            "Arithmetic and traffic both must happen. How long does each take alone?",
             "They overlap, so the longer one hides the shorter one.",
             "The larger of flops / peak_flops and bytes / peak_bandwidth.",
         ),

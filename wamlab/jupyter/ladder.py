@@ -29,7 +29,7 @@ class Row:
     Attributes:
         name: what the table calls it.
         dimension: that of the part added last; None for the baseline.
-        optimizations: names, or objects with a name and parameters, that `base.optimizations` takes.
+        optimizations: names, or objects with a name and parameters, for `base.optimizations`.
         nproc: ranks; None is 1 (cumulative rows: as the row before).
         threads: CPU threads a rank; None shares the cores among the ranks.
         tolerance: largest loss difference, relative to the baseline's loss of the same step.
@@ -54,7 +54,7 @@ def ladder(
     fresh: bool = False,
     target: str = TARGET,
 ) -> list[Record]:
-    """Run every row and return its records, in order; each is appended to OUT/records.jsonl at once.
+    """Run every row and return its record; each is appended to OUT/records.jsonl at once.
 
     Args:
         base: the configuration that every row starts from: a frozen dataclass with the fields
@@ -158,7 +158,7 @@ def _folder(out: Path, row: Row) -> Path:
 
 
 def _run_row(row: Row, config: Any, where: tuple[Path, str, bool], board: Board) -> Record:
-    """Return the row's record, from the cache or from a fresh process; unnamed rows get a reason."""
+    """Return the row's record, from the cache or from a fresh process."""
     out, target, fresh = where
     folder = _folder(out, row)
     cached = folder / "record.json"
@@ -179,7 +179,7 @@ def _run_row(row: Row, config: Any, where: tuple[Path, str, bool], board: Board)
 
 
 def _key(row: Row, config: Any, target: str) -> str:
-    """Return what must be equal for a cached record to count: the work, the machine, the versions."""
+    """Return what must be equal for a cached record to count: work, machine, versions."""
     shape = [row.nproc, row.threads, target]
     return config_hash([replace(config, out=""), shape, machine(), versions()])
 

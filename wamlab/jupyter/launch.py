@@ -1,10 +1,13 @@
-"""Start real torchrun ranks from a notebook cell or a script, watch them, stop them, read their fate.
+"""Start real torchrun ranks from a notebook cell or a script, watch them, stop them, read their
+fate.
 
-`launch` returns at once with a handle. The ranks are fresh processes under torch.distributed.run, so
-the caller may hold a CUDA context, stale MASTER_* variables or port 29500 and none of it matters. A
-guard process ends every rank within 10 s of a failure, a stop, an interrupt or the caller's death.
+`launch` returns at once with a handle. The ranks are fresh processes under
+torch.distributed.run, so the caller may hold a CUDA context, stale MASTER_* variables or port
+29500 and none of it matters. A guard process ends every rank within 10 s of a failure, a stop,
+an interrupt or the caller's death.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -184,8 +187,9 @@ def launch(
     """Run `target(config)` on fresh ranks under torchrun; returns at once.
 
     Args:
-        target: "module:function", or a function or class defined in a cell or script, whose source is
-            shipped with the cell's imports. It joins the group itself (`wamlab.dist.process_group`).
+        target: "module:function", or a function or class defined in a cell or script, whose
+            source is shipped with the cell's imports. It joins the process group itself, with
+            `wamlab.dist.process_group`.
         config: a dataclass or dict, passed as JSON; None calls `target()`.
         nproc: ranks on this host; "auto" is one a GPU, or 1 without GPUs.
         out: run folder; by default a new one under runs/.
@@ -305,7 +309,5 @@ def _kill_tree(pid: int) -> None:
     except psutil.NoSuchProcess:
         return
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
             process.kill()
-        except psutil.NoSuchProcess:
-            pass  # ended meanwhile

@@ -1,7 +1,9 @@
-"""The live view of one run, fed from its folder alone: any run, started anywhere, alive or ended.
+"""The live view of one run, fed from its folder alone: any run, started anywhere, alive or
+ended.
 
-A thread reads what is new in steps.jsonl and redraws, so that the cell returns and other cells run. At
-the end the widgets give way to a line of text and a picture, which need no kernel to be read.
+A thread reads what is new in steps.jsonl and redraws, so that the cell returns and other cells
+run. At the end the widgets give way to a line of text and a picture, which need no kernel to be
+read.
 """
 
 import html

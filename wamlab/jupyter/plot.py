@@ -1,8 +1,10 @@
-"""Records -> Axes. One colour per dimension everywhere, units on every axis, readable in grey print.
+"""Records -> Axes. One colour per dimension everywhere, units on every axis, readable in grey
+print.
 
-Colours are from Okabe and Ito's palette, which readers with the common forms of colour blindness can
-tell apart; bars carry their number, so that nothing hangs on colour alone. Without `ax` a function
-makes a figure with pyplot, which a notebook shows; a report passes axes of its own.
+Colours are from Okabe and Ito's palette, which readers with the common forms of colour
+blindness can tell apart; bars carry their number, so that nothing hangs on colour alone.
+Without `ax` a function makes a figure with pyplot, which a notebook shows; a report passes axes
+of its own.
 """
 
 from collections.abc import Mapping, Sequence

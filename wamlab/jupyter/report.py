@@ -28,10 +28,12 @@ p { margin: 6px 0 12px; max-width: 72ch; }
 .lead { font-size: 18px; border-left: 4px solid var(--blue); padding: 6px 0 6px 16px;
   margin: 22px 0; max-width: 66ch; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; font-size: 14px;
+  font-variant-numeric: tabular-nums; }
 th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 2px solid var(--ink);
   padding: 6px 8px; white-space: nowrap; }
-td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 8px; white-space: nowrap; }
+td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 8px;
+  white-space: nowrap; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
 td:first-child { font-weight: 600; }
 td:last-child { white-space: normal; color: var(--soft); }
@@ -94,7 +96,8 @@ def _pictures(steps: list[Record], decode: list[Record]) -> dict[str, tuple[str,
 
 PARTS = (
     "Each part of a step timed by itself, waiting for the device at every boundary. That forbids "
-    "overlap, so a bar may be longer than the step time in the table; it says what to speed up next."
+    "overlap, so a bar may be longer than the step time in the table; it says what to speed up "
+    "next."
 )
 DECODE = (
     "The same windows of the same video files through each decoder, outside the training step. A "
@@ -104,8 +107,8 @@ DECODE = (
 
 def _speedup_text(base: str) -> str:
     return (
-        f"Samples trained a second by the whole machine, over those of {base}. Colour is the dimension "
-        "that a row adds last: blue compute, green parallel, orange data."
+        f"Samples trained a second by the whole machine, over those of {base}. Colour is the "
+        "dimension that a row adds last: blue compute, green parallel, orange data."
     )
 
 
@@ -173,8 +176,8 @@ def _headline(steps: list[Record]) -> str:
         return f"Only {base.name} could be measured: {base.samples_per_s:.3g} samples/s."
     best = max(rows, key=lambda r: r.samples_per_s)
     return (
-        f"{best.name} trains {speedup(best, base):.2f} times as many samples a second as {base.name} "
-        f"on this machine: {best.samples_per_s:.3g} against {base.samples_per_s:.3g}."
+        f"{best.name} trains {speedup(best, base):.2f} times as many samples a second as "
+        f"{base.name} on this machine: {best.samples_per_s:.3g} against {base.samples_per_s:.3g}."
     )
 
 
@@ -183,10 +186,8 @@ def _machine_line(steps: list[Record]) -> str:
     machine = record.machine or {}
     gpus = machine.get("gpus") or []
     chips = [f"{len(gpus)} × {gpus[0]}"] if gpus else []
-    cores = f"{machine.get('cores', '?')} cores"
-    return " · ".join(
-        [*chips, machine.get("cpu", "unknown processor"), cores, record.time_utc or ""]
-    )
+    cpu = f"{machine.get('cpu', 'unknown processor')}, {machine.get('cores', '?')} cores"
+    return " · ".join([*chips, cpu, record.time_utc or ""])
 
 
 def _facts(steps: list[Record]) -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from wamlab.measure import Record
 
+WIDE = 100  # columns of a terminal that has room for the quartiles
 COLUMNS = ("row", "step (ms)", "samples/s", "speed-up", "peak (GiB)", "data wait", "Δ loss")
 
 
@@ -51,22 +52,24 @@ def note(record: Record) -> str:
     return f"{record.world_size} ranks" if (record.world_size or 1) > 1 else ""
 
 
-def rich_table(records: Sequence[Record], title: str | None = None) -> Table:
-    """Return the table for a terminal; rows that do not count are dim or red, their notes below."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, caption_justify="left")
+def rich_table(records: Sequence[Record], *, narrow: bool = False) -> Table:
+    """Return the table for a terminal, notes below; `narrow` leaves the quartiles out."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
     for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
     base = baseline(records)
     for record in records:
         style = "red" if record.wrong else "dim" if record.reason else None
-        table.add_row(*cells(record, base), style=style)
+        texts = cells(record, base)
+        texts[1] = texts[1].partition(" ")[0] if narrow else texts[1]
+        table.add_row(*texts, style=style)
     notes = [Text(f"{r.name}: {note(r)}") for r in records if note(r)]
     table.caption = Text("\n").join(notes) if notes else None
     return table
 
 
 def html_table(records: Sequence[Record]) -> str:
-    """Return the table as an HTML fragment; classes `wrong` and `skipped` mark what does not count."""
+    """Return the table as an HTML fragment; rows that do not count have a class for it."""
     base = baseline(records)
     head = "".join(f"<th>{html.escape(c)}</th>" for c in (*COLUMNS, "note"))
     body = []
@@ -82,7 +85,8 @@ def html_table(records: Sequence[Record]) -> str:
 def print_ladder(records: Sequence[Record]) -> None:
     """Print the table in the terminal."""
     width = None if sys.stdout.isatty() else 120  # a log file has no width of its own
-    Console(width=width).print(rich_table(records))
+    console = Console(width=width)
+    console.print(rich_table(records, narrow=console.width < WIDE))
 
 
 def _ms(value: float) -> str:
