@@ -1,10 +1,19 @@
-"""What can be told about a video file without decoding it: missing, empty, a pointer, cut,
-damaged."""
+"""What can be told about a video file without decoding it: missing, empty, a pointer, cut, damaged.
+
+An MP4 file says many things twice: samples are counted in four tables, durations stand in headers
+and in a table, sizes and places must fit the file. `check_mp4` compares them, because a decoder
+that follows one damaged table returns other frames without a word.
+"""
 
 import os
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 from wamlab.config import UserError
+
+REMUX = "copy it again, or rebuild its tables: ffmpeg -i IN -c copy OUT"
 
 
 class VideoError(UserError):
@@ -28,27 +37,214 @@ def refuse_unreadable(path: str | Path) -> None:
         raise VideoError(f"{path}: a Git-LFS pointer, not the video: run `git lfs pull`")
 
 
-def cause(path: str | Path, error: BaseException) -> str:
-    """Return why FFmpeg could not open a file, in words that say what to do."""
-    text = getattr(error, "strerror", None) or str(error)
+def check_mp4(path: str | Path) -> None:
+    """Compare the tables of an MP4 file's video tracks with each other and with the file.
+
+    Files of other kinds, and fragmented MP4 (its tables are empty), pass.
+
+    Raises:
+        VideoError: no index, truncated (frames expected and readable), or tables that disagree.
+    """
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        head = file.read(12)
-    if head[4:8] == b"ftyp" and not _has_index(path):
-        return f"no index (no moov box): cut off before its end, or never finished ({text})"
-    return f"not a readable video ({text})"
+        if file.read(12)[4:8] not in (b"ftyp", b"moov", b"free", b"mdat", b"wide", b"skip"):
+            return
+        top = _top_level(file, size)
+        if "moov" not in top:
+            raise VideoError(
+                f"{path}: no index (no moov box): cut off before its end, or never finished"
+            )
+        start, end = top["moov"]
+        if end > size:
+            raise VideoError(f"{path}: truncated inside its index: {end - size} bytes are missing")
+        file.seek(start)
+        moov = file.read(end - start)
+    try:
+        for track in _children(moov, "trak"):
+            mdia = _child(track, "mdia")
+            if _child(mdia, "hdlr")[8:12] == b"vide":
+                _check_track(moov, track, size)
+    except _Damaged as damage:
+        raise VideoError(f"{path}: {damage}") from damage
 
 
-def _has_index(path: str | Path) -> bool:
-    size, at = os.path.getsize(path), 0
-    with open(path, "rb") as file:
-        while at + 8 <= size:
-            file.seek(at)
-            length, kind = int.from_bytes(file.read(4), "big"), file.read(4)
-            if kind == b"moov":
-                return at + length <= size
-            if length == 1:
-                length = int.from_bytes(file.read(8), "big")
-            if length < 8:
-                return False
-            at += length
-    return False
+class _Damaged(Exception):  # noqa: N818  (its message lacks the file's name; never leaves here)
+    """What is wrong with a file."""
+
+
+def _top_level(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
+    """Return the place of each box's content: {kind: (start, end)}."""
+    found, at = {}, 0
+    while at + 8 <= size:
+        file.seek(at)
+        length, kind, header = int.from_bytes(file.read(4), "big"), file.read(4), 8
+        if length == 1:
+            length, header = int.from_bytes(file.read(8), "big"), 16
+        if length == 0:  # up to the end of the file
+            length = size - at
+        if length < header:
+            break
+        found[kind.decode("latin-1")] = (at + header, at + length)
+        at += length
+    return found
+
+
+def _children(data: bytes, kind: str) -> list[bytes]:
+    """Return the content of every box of a kind that stands directly in a box's content."""
+    found, at = [], 0
+    while at + 8 <= len(data):
+        length, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if length == 0:
+            break  # QuickTime ends some lists so
+        if length < 8 or at + length > len(data):
+            raise _Damaged(f"its index is damaged at box {name.decode('latin-1')!r}: {REMUX}")
+        if name.decode("latin-1") == kind:
+            found.append(data[at + 8 : at + length])
+        at += length
+    return found
+
+
+def _child(data: bytes, kind: str) -> bytes:
+    found = _children(data, kind)
+    if not found:
+        raise _Damaged(f"its index holds no {kind!r} box: {REMUX}")
+    return found[0]
+
+
+def _table(table: bytes, kind: str, columns: int) -> np.ndarray | None:
+    """Return a table of 32-bit numbers, int64 [entries, columns], or None where it is absent."""
+    found = _children(table, kind)
+    if not found:
+        return None
+    count = int.from_bytes(found[0][4:8], "big")
+    if len(found[0]) < 8 + 4 * columns * count:
+        raise _Damaged(f"its table {kind!r} counts {count} entries and holds fewer: {REMUX}")
+    numbers = np.frombuffer(found[0], ">u4", count * columns, 8)
+    return numbers.astype(np.int64).reshape(count, columns)
+
+
+def _check_track(movie: bytes, track: bytes, size: int) -> None:
+    mdia = _child(track, "mdia")
+    table = _child(_child(mdia, "minf"), "stbl")
+    sizes = _sample_sizes(_child(table, "stsz"), size)
+    if not len(sizes):
+        return  # fragmented: its samples stand elsewhere
+    deltas = _spread(_table(table, "stts", 2), len(sizes), "stts")
+    offsets = _spread(_table(table, "ctts", 2), len(sizes), "ctts")
+    _check_places(table, sizes, size)
+    keys = _table(table, "stss", 1)
+    if keys is not None and ((np.diff(keys[:, 0]) <= 0).any() or keys.max(initial=1) > len(sizes)):
+        raise _Damaged(f"its table of keyframes is not ascending: {REMUX}")
+    offsets = np.zeros_like(deltas) if offsets is None else offsets.astype(np.int32).astype(int)
+    _check_times(movie, track, deltas, offsets)
+
+
+def _sample_sizes(data: bytes, size: int) -> np.ndarray:
+    same, count = (int.from_bytes(data[i : i + 4], "big") for i in (4, 8))
+    if same * count > size or (not same and 12 + 4 * count > len(data)):
+        raise _Damaged(f"its table of sizes counts {count} frames and holds fewer: {REMUX}")
+    if same:
+        return np.full(count, same, np.int64)
+    return np.frombuffer(data, ">u4", count, 12).astype(np.int64)
+
+
+def _spread(runs: np.ndarray | None, count: int, kind: str) -> np.ndarray | None:
+    """Return the value of each sample from (length, value) runs."""
+    if runs is None:
+        return None
+    if runs[:, 0].sum() != count:
+        raise _Damaged(f"its table {kind!r} counts {runs[:, 0].sum()} of {count} frames: {REMUX}")
+    return np.repeat(runs[:, 1], runs[:, 0])
+
+
+def _check_places(table: bytes, sizes: np.ndarray, size: int) -> None:
+    """Refuse samples that lie outside the file (it was cut) or on one another."""
+    chunks = _table(table, "stco", 1)
+    if chunks is None:
+        pairs = _table(table, "co64", 2)
+        chunks = pairs[:, :1] * 2**32 + pairs[:, 1:] if pairs is not None else np.zeros((0, 1), int)
+    runs = _table(table, "stsc", 3)
+    first = np.zeros(0, int) if runs is None else runs[:, 0]
+    if not len(first) or first[0] != 1 or (np.diff(first) <= 0).any() or first[-1] > len(chunks):
+        raise _Damaged(f"its table of chunks is damaged: {REMUX}")
+    repeats = np.diff(np.append(first, len(chunks) + 1))
+    if (runs[:, 1] * repeats).sum() != len(sizes):
+        total = (runs[:, 1] * repeats).sum()
+        raise _Damaged(f"its chunks hold {total} of {len(sizes)} frames: {REMUX}")
+    per_chunk = np.repeat(runs[:, 1], repeats)
+    ends = np.cumsum(sizes)
+    before = np.repeat(np.append(0, ends)[np.cumsum(per_chunk) - per_chunk], per_chunk)
+    starts = np.repeat(chunks[:, 0], per_chunk) + ends - sizes - before
+    readable = int((starts + sizes <= size).sum())
+    if readable < len(sizes):
+        raise _Damaged(
+            f"truncated: {len(sizes)} frames expected, {readable} readable; copy it again"
+        )
+    order = np.argsort(starts, kind="stable")
+    if (starts[order][1:] < (starts + sizes)[order][:-1]).any():
+        raise _Damaged(f"its frames overlap in the file: {REMUX}")
+
+
+def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, offsets: np.ndarray) -> None:
+    """Refuse durations and times that contradict one another by more than half a frame."""
+    rate, duration = _duration(_child(_child(track, "mdia"), "mdhd"), 12)
+    movie_rate, _ = _duration(_child(movie, "mvhd"), 12)
+    frame = max(float(np.median(deltas)), 1.0)
+    pts = np.cumsum(deltas) - deltas + offsets
+    if not rate or not movie_rate:
+        raise _Damaged(f"its time scale is 0: {REMUX}")
+    if duration and not _fits(duration - deltas.sum(), frame):
+        raise _Damaged(
+            f"its header says {duration / rate:.6g} s and its frames last "
+            f"{deltas.sum() / rate:.6g} s: {REMUX}"
+        )
+    gaps = np.diff(np.sort(pts))
+    if (deltas[:-1] == frame).all() and (np.abs(gaps - frame) > max(1, frame / 20)).any():
+        raise _Damaged(f"decoding at a constant rate, it shows frames at other times: {REMUX}")
+    scale = rate / movie_rate
+    _, shown = _duration(_child(track, "tkhd"), 16)
+    edits = _edits(track)
+    total = deltas.sum() / scale if edits is None else sum(length for length, _ in edits)
+    if shown and not _fits((shown - total) * scale, frame, slack=(len(edits or []) + 1) * scale):
+        lasts, parts = shown / movie_rate, total / movie_rate
+        raise _Damaged(f"its track lasts {lasts:.6g} s and its parts {parts:.6g} s: {REMUX}")
+    end = (pts + deltas).max() + 1.1 * frame + scale
+    if any(start >= 0 and start + length * scale > end for length, start in edits or []):
+        raise _Damaged(f"its edit list reaches past its last frame: {REMUX}")
+
+
+def _duration(header: bytes, at: int) -> tuple[int, int]:
+    """Return (time scale, duration) of a header; its version says how wide the fields are."""
+    wide = header[0] == 1
+    if wide:
+        at += 8
+    scale = int.from_bytes(header[at : at + 4], "big")
+    width = 8 if wide else 4
+    duration = int.from_bytes(header[at + 4 : at + 4 + width], "big")
+    return scale, 0 if duration == 2 ** (8 * width) - 1 else duration
+
+
+def _edits(track: bytes) -> list[tuple[int, int]] | None:
+    """Return each edit's length in movie units and start in media units (-1: a pause)."""
+    found = _children(track, "edts")
+    data = _children(found[0], "elst") if found else []
+    if not data:
+        return None
+    width = 8 if data[0][0] == 1 else 4
+    count, entry = int.from_bytes(data[0][4:8], "big"), 2 * width + 4
+    if len(data[0]) < 8 + count * entry:
+        raise _Damaged(f"its edit list counts {count} entries and holds fewer: {REMUX}")
+    edits = []
+    for at in range(8, 8 + count * entry, entry):
+        length = int.from_bytes(data[0][at : at + width], "big")
+        start = int.from_bytes(data[0][at + width : at + 2 * width], "big", signed=True)
+        if data[0][at + 2 * width : at + entry] != b"\0\1\0\0":
+            raise _Damaged("its edit list changes the speed, which no decoder here plays")
+        edits.append((length, start))
+    return edits
+
+
+def _fits(difference: float, frame: float, slack: float = 0.0) -> bool:
+    """Say whether two lengths agree: to less than half a frame, or but for one whole last frame."""
+    off = max(abs(difference) - slack, 0.0) / frame
+    return off <= 0.4 or 0.9 <= off <= 1.1

@@ -9,6 +9,7 @@ import av
 import numpy as np
 import torch
 
+from wamlab.config import UserError
 from wamlab.data.container import VideoError
 from wamlab.data.frame_times import frame_times
 
@@ -52,21 +53,21 @@ class VideoDecoder:
                 exactly.
         """
         index = self.times.indices_at(timestamps_s, self.start_s, self.span)
-        if self._pid != os.getpid():  # a file offset shared with the parent would move under us
-            self._open()
-            self._pid = os.getpid()
         wanted, inverse = np.unique(index, return_inverse=True)
         if not len(wanted):
             size = (0, 3, self.times.height, self.times.width)
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         try:
+            if self._pid != os.getpid():  # a file offset shared with the parent would move under us
+                self._open()
+                self._pid = os.getpid()
             frames = self._decode(wanted).to(self.device)
-        except (av.error.FFmpegError, RuntimeError, IndexError, OSError) as error:
+        except UserError:
             self._pid = None  # the next call starts from a fresh handle
-            raise self._error(str(error).strip().splitlines()[0]) from error
-        except VideoError:
-            self._pid = None
             raise
+        except (av.error.FFmpegError, RuntimeError, ValueError, IndexError, OSError) as error:
+            self._pid = None
+            raise self._error(str(error).strip().partition("\n")[0]) from error
         if np.array_equal(wanted, index):
             return frames
         return frames[torch.from_numpy(inverse).to(frames.device)]

@@ -20,8 +20,10 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
+from av.container import InputContainer
 
-from wamlab.data.container import VideoError, cause, refuse_unreadable
+from wamlab.data.bitstream import packet_reader
+from wamlab.data.container import VideoError, check_mp4, refuse_unreadable
 
 # A pause longer than this many median frames is a hole: no frame stands for the times inside it.
 HOLE = 4.0
@@ -94,7 +96,7 @@ class FrameTimes:
                 f"0 to {self.end_s:.6g} s ({len(self)} frames)"
             )
         first = int(self._nearest(np.array([start_s]))[0])
-        # the neighbour's first frame stands at end_s: leave out what begins within half a frame of it
+        # a neighbour's first frame stands at end_s: leave out what begins half a frame before it
         last = int(np.searchsorted(self.seconds, to_s - half, side="left")) - 1
         return first, max(first, last) if end_s is not None else len(self) - 1
 
@@ -205,41 +207,55 @@ def frame_times(path: str | Path) -> FrameTimes:
 
 def _scan(path: str) -> FrameTimes:
     refuse_unreadable(path)
+    check_mp4(path)
     try:
-        with av.open(path) as file:
+        with av.open(path, options={"err_detect": "crccheck"}) as file:
             stream = file.streams.best("video")
-            if stream is None:
-                raise VideoError(f"{path}: holds no video stream")
+            if stream is None or stream.codec_context is None:
+                raise VideoError(f"{path}: holds no video that FFmpeg can decode")
             stream.thread_type, stream.codec_context.thread_count = "NONE", 1
             packets = [p for p in file.demux(stream) if p.size]
-            _refuse_short(path, stream.frames, packets)
+            _refuse_packets(path, stream, packets)
             file.seek(0, backward=True)
             picture = _first_picture(file, stream, path)
             return _assemble(path, stream, packets, picture)
-    except (av.error.FFmpegError, ValueError) as error:
-        if isinstance(error, VideoError):
-            raise
-        raise VideoError(f"{path}: {cause(path, error)}") from error
+    except VideoError:
+        raise
+    except (av.error.FFmpegError, ValueError, OSError) as error:
+        raise VideoError(f"{path}: not a readable video ({error})") from error
 
 
-def _refuse_short(path: str, expected: int, packets: list[av.Packet]) -> None:
+def _refuse_packets(path: str, stream: av.VideoStream, packets: list[av.Packet]) -> None:
+    """Refuse packets that were cut, carry no time, or are no keyframes where the file says so."""
     readable = sum(not p.is_corrupt for p in packets)
-    if readable < expected or not packets:
-        raise VideoError(
-            f"{path}: truncated or damaged: {expected} frames expected, {readable} readable"
-        )
+    if not packets or readable < len(packets):
+        raise VideoError(f"{path}: damaged: {readable} of {len(packets)} frames are readable")
+    codec = stream.codec_context
+    read = packet_reader(codec.codec.canonical_name, codec.extradata)
     for number, packet in enumerate(packets):
         if packet.pts is None:
-            raise VideoError(f"{path}: packet {number} carries no presentation time")
+            raise VideoError(f"{path}: frame {number} carries no presentation time")
+        if read is None:
+            continue
+        try:
+            key = read(bytes(packet))
+        except ValueError as error:
+            raise VideoError(
+                f"{path}: damaged at frame {number} of {len(packets)} in decoding order: {error}"
+            ) from error
+        if packet.is_keyframe and key is False:
+            raise VideoError(f"{path}: damaged: frame {number} is marked a keyframe and is none")
 
 
-def _first_picture(file: av.container.InputContainer, stream: av.VideoStream, path: str):
+def _first_picture(file: InputContainer, stream: av.VideoStream, path: str) -> av.VideoFrame:
     for frame in file.decode(stream):
         return frame
     raise VideoError(f"{path}: no frame can be decoded")
 
 
-def _assemble(path: str, stream: av.VideoStream, packets: list, picture) -> FrameTimes:
+def _assemble(
+    path: str, stream: av.VideoStream, packets: list[av.Packet], picture: av.VideoFrame
+) -> FrameTimes:
     shown = np.array([not p.is_discard for p in packets])
     pts, key = np.array([p.pts for p in packets]), np.array([p.is_keyframe for p in packets])
     first = pts[shown].min()
