@@ -73,14 +73,14 @@ class PromptCache:
             self._rows[prompt_key(prompt)] = rows[:length].to("cpu", torch.bfloat16, copy=True)
 
     def lookup(self, prompts: Sequence[str], device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Return embeddings bf16 [B, text_len, D], zero past each prompt, and lengths int64 [B].
+        """Return embeddings as `TextEncoder.encode` does, on `device`.
 
         Raises:
             PromptCacheError: a prompt is not in the cache.
         """
         rows = [self._get(prompt) for prompt in prompts]
         padded = pad_sequence(rows, batch_first=True).to(device, non_blocking=True)
-        length_B = torch.tensor([len(r) for r in rows], device=device)
+        length_B = torch.tensor([len(r) for r in rows])
         missing = int(self.meta["text_len"]) - padded.shape[1]
         return F.pad(padded, (0, 0, 0, missing)), length_B
 

@@ -138,11 +138,10 @@ class TextEncoder(nn.Module):
                 as the public code does (tokens of longer prompts are lost).
 
         Returns:
-            bf16 [B, text_len, D], and the valid lengths int64 [B].
+            bf16 [B, text_len, D], and the valid lengths int64 [B] on the CPU, where reading them
+            makes no GPU wait.
         """
-        device = next(self.network.parameters()).device
-        ids, mask = (t.to(device) for t in self.tokens(prompts))
-        return self.embed(ids, mask, crop=crop, zero_from=zero_from)
+        return self.embed(*self.tokens(prompts), crop=crop, zero_from=zero_from)
 
     @torch.no_grad()
     def embed(
@@ -153,13 +152,14 @@ class TextEncoder(nn.Module):
         crop: bool = True,
         zero_from: Literal["sample", "batch"] = "sample",
     ) -> tuple[Tensor, Tensor]:
-        """As `encode`, from tokens int64 [B, L] and their mask [B, L]; the result is [B, L, D]."""
+        """As `encode`, from tokens int64 [B, L] and their mask [B, L] on the CPU."""
+        device = next(self.network.parameters()).device
         length_B = mask.sum(1)
         longest = int(length_B.max()) if crop else mask.shape[1]
-        hidden = self(ids[:, :longest], mask[:, :longest]).to(torch.bfloat16)
+        hidden = self(ids[:, :longest].to(device), mask[:, :longest].to(device))
         valid_B = length_B if zero_from == "sample" else length_B.min().expand_as(length_B)
-        keep = torch.arange(longest, device=hidden.device)[None] < valid_B[:, None]
-        hidden = hidden * keep[..., None]
+        keep = torch.arange(longest)[None] < valid_B[:, None]
+        hidden = hidden.to(torch.bfloat16) * keep[..., None].to(device)
         return F.pad(hidden, (0, 0, 0, mask.shape[1] - longest)), valid_B
 
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from wamlab.config import ConfigError, lookup, replace, unknown_name
 from wamlab.draws import Draws
 from wamlab.model import flow_matching
-from wamlab.model.dit import MODEL_SIZES, PUBLIC, SHORTCUTS, ModelOptions, WorldActionDiT
+from wamlab.model.dit import MODEL_SIZES, WorldActionDiT
 from wamlab.model.flops import flops
 from wamlab.model.frozen import seeded
 from wamlab.model.image import IMAGE_SIZES, ImageEncoder
+from wamlab.model.plan import PUBLIC, SHORTCUTS, ModelOptions
 from wamlab.model.prompt_cache import PromptCache, meta_of
 from wamlab.model.text import TEXT_SIZES, TextEncoder, text_fingerprint
 from wamlab.model.vae import VAE_SIZES, load_vae
@@ -189,8 +190,8 @@ class WorldActionModel(nn.Module):
         """Return the batch with the encoders' outputs in place of video and prompts.
 
         What is there already (from a cache) is kept. Added are `latents` fp32 [B, z, F, h, w],
-        `clip_feature` [B, N, D], `prompt_embedding` bf16 [B, L, D], `prompt_length` int64 [B], and
-        where the DiT reads it `y` fp32 [B, 4 + z, F, h, w].
+        `clip_feature` [B, N, D], `prompt_embedding` bf16 [B, L, D], `prompt_length` int64 [B] (on
+        the CPU), and where the DiT reads it `y` fp32 [B, 4 + z, F, h, w].
         """
         out = {k: v for k, v in batch.items() if k not in ("video", "prompt")}
         if "latents" not in out:
