@@ -1,9 +1,13 @@
 """UniPC's tables and steps, and the chunked rollout with its KV cache."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from golden_kinds.golden import Golden, assert_close
+from wamlab.model.cached_dit import CachedDiT, Conditioning
+from wamlab.model.dit import DiTConfig, ModelOptions, WorldActionDiT
 from wamlab.model.unipc import UniPC, shifted_sigmas
 
 
@@ -28,4 +32,44 @@ def check_unipc(golden: Golden, steps: int) -> None:
         assert_close(x, want["samples"][i + 1], 2e-5, f"sample after step {i}")
 
 
-KINDS = {"scheduler": unipc_cases}
+def rollout_cases(golden: Golden) -> list:
+    return [
+        pytest.param(lambda g, impl=impl: check_rollout(g, impl), id=f"rollout-{impl}")
+        for impl in ("reference", "fused")
+    ]
+
+
+def build(golden: Golden, impl: str) -> WorldActionDiT:
+    """The network that the sidecar describes, with the weights it names."""
+    fields = {f.name for f in dataclasses.fields(DiTConfig)}
+    config = DiTConfig(**{k: v for k, v in golden.sidecar["config"].items() if k in fields})
+    dit = WorldActionDiT(config, ModelOptions(impl=impl))
+    weights = golden.sibling(golden.sidecar["weights_from"])
+    dit.load_state_dict(weights.tensors("state/"))
+    return dit
+
+
+def check_rollout(golden: Golden, impl: str) -> None:
+    dit = build(golden, impl)
+    given, want = golden.tensors("in/"), golden.tensors("out/")
+    conditions = {k: given.get(k) for k in ("context", "clip_feature", "y")}
+    past, got = CachedDiT(dit, Conditioning(**conditions)), {}
+    frames, actions, states = (
+        getattr(dit.config, f"num_{kind}_per_block") for kind in ("frame", "action", "state")
+    )
+    for i in range(golden.sidecar["num_blocks"]):
+        now = slice(1 + i * frames, 1 + (i + 1) * frames)
+        before = slice(max(now.start - frames, 0), now.start)
+        got[f"prefill{i}_video"] = past.see(given["clean_x"][:, :, before])
+        for name, cache in (("layer0", past.caches[0]), ("last_layer", past.caches[-1])):
+            got[f"prefill{i}_cache_{name}"] = torch.stack([cache.k, cache.v])
+        action = given["action"][:, i * actions : (i + 1) * actions]
+        state = given["state"][:, i * states : (i + 1) * states]
+        times_BG = given[f"step{i}_timestep"].float().expand(len(action), 2)
+        outputs = past.predict(given["x"][:, :, now], action, state, times_BG)
+        got[f"step{i}_video"], got[f"step{i}_action"] = outputs
+    for name, value in want.items():
+        assert_close(got[name], value, 2e-5, name)
+
+
+KINDS = {"scheduler": unipc_cases, "forward_inference_kv_cache": rollout_cases}

@@ -6,7 +6,6 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 20
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from wamlab.model.weights import (
     check_fit,
     dit_names,
     fill,
-    name_generator,
+    initial_value,
+    plain_name,
     save_tensors,
     wholly_missing,
 )
@@ -59,13 +59,12 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base_layer: nn.Linear, config: LoRAConfig) -> None:
         super().__init__()
-        like = {"device": base_layer.weight.device, "dtype": torch.float32, "bias": False}
         self.base_layer = base_layer
         self.rank, self.scale = config.rank, config.alpha / config.rank
-        down = nn.Linear(base_layer.in_features, config.rank, **like)
-        up = nn.Linear(config.rank, base_layer.out_features, **like)
-        self.lora_A = nn.ModuleDict({"default": down})
-        self.lora_B = nn.ModuleDict({"default": up})
+        self.lora_A = nn.ModuleDict({"default": _linear(base_layer.in_features, config.rank)})
+        self.lora_B = nn.ModuleDict({"default": _linear(config.rank, base_layer.out_features)})
+        self.lora_A.to_empty(device=base_layer.weight.device)
+        self.lora_B.to_empty(device=base_layer.weight.device)
 
     @property
     def change(self) -> Tensor:
@@ -85,6 +84,10 @@ class LoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return W x + b + scale * B A x."""
         return self.base_layer(x) + self.scale * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
 
 
 def targets(model: nn.Module) -> dict[str, nn.Linear]:
@@ -108,20 +111,11 @@ def inject(model: nn.Module, config: LoRAConfig = LoRAConfig()) -> None:
     model.float()
     for name, layer in targets(model).items():
         model.set_submodule(name, LoRALinear(layer, config))
-    _initialise(model, config.seed)
     for name, parameter in model.named_parameters():
+        if ".lora_" in name and not parameter.is_meta:
+            value = initial_value(plain_name(name), parameter.shape, config.seed)
+            parameter.data.copy_(value)
         parameter.requires_grad_(".lora_" in name or name.startswith(ACTION_MODULES))
-
-
-@torch.no_grad()
-def _initialise(model: nn.Module, seed: int) -> None:
-    for name, parameter in model.named_parameters():
-        if ".lora_B" in name:
-            parameter.zero_()
-        elif ".lora_A" in name and not parameter.is_meta:
-            value = torch.empty(parameter.shape)
-            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=name_generator(name, seed))
-            parameter.copy_(value)
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
@@ -168,11 +162,12 @@ def load_lora(
         CheckpointError: it does not fit; the model is then unchanged.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    stored = {_plain(name): at for name, at in dit_names(checkpoint).items()}
+    stored = dit_names(checkpoint)
     adapted = adapters(model)
     layers = {n: m.base_layer for n, m in adapted.items()} or targets(model)
     config = _config_of(checkpoint, stored, alpha)
-    base = {_plain(n): p for n, p in model.state_dict(keep_vars=True).items() if ".lora_" not in n}
+    parameters = {plain_name(n): p for n, p in model.state_dict(keep_vars=True).items()}
+    base = {n: p for n, p in parameters.items() if ".lora_" not in n}
     action = {n for n in base if n.startswith(ACTION_MODULES)}
     kept = wholly_missing([action, base.keys() - action], stored)
     wanted = {n: p for n, p in base.items() if n not in kept} | _shapes(layers, config)
@@ -183,15 +178,14 @@ def load_lora(
         )
     if not adapted:
         inject(model, config)
-    names = {n: stored[_plain(n)] for n in model.state_dict() if _plain(n) in stored}
-    fill(model, checkpoint, names, device=device)
+    fill(model, checkpoint, stored, device=device, kept=kept)
     for layer in adapters(model).values():
         layer.scale = config.alpha / config.rank
     if merged:
         merge(model)
-    used = set(names.values())
+    used = set(stored.values())
     return LoadReport(
-        loaded=tuple(names),
+        loaded=tuple(stored),
         kept=tuple(sorted(kept)),
         ignored=tuple(n for n in checkpoint.tensors if n not in used),
     )
@@ -222,10 +216,6 @@ def save_lora(
     if dist.rank() == 0:
         values = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _plain(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
 def _config_of(checkpoint: Checkpoint, stored: dict[str, str], alpha: float) -> LoRAConfig:

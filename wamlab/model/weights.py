@@ -7,7 +7,9 @@ keeping its own shard. Whatever is refused, is refused before the first paramete
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from wamlab import dist
+from wamlab.model.frozen import seeded
+from wamlab.model.init import init_parameter
 from wamlab.model.stored import Checkpoint, CheckpointError, StoredTensor, open_checkpoint, some
 
 PREFIX = "action_head.model."
@@ -55,7 +59,8 @@ def load_policy(
     """Load every parameter of a DiT from a DreamZero policy checkpoint.
 
     Args:
-        model: a WorldActionDiT, on the meta device, in memory or sharded by FSDP2; keeps its dtype.
+        model: a WorldActionDiT, on the meta device, in memory or sharded by FSDP2; keeps its dtype
+            and its adapters, if it has any.
         source: as in `open_checkpoint`; names may carry "action_head.model." and ".base_layer".
         device: where a meta model gets its memory (sharded parameters: their mesh's device).
         fewer_layers: let a model of fewer blocks ignore the checkpoint's further ones.
@@ -90,10 +95,19 @@ def load_backbone(
         CheckpointError: as in `load_policy`; but the action and state modules, and the CLIP branch,
             may be missing, each as a whole.
     """
-    optional = (ACTION_MODULES, IMAGE_MODULES)
-    return _load(
-        model, source, device=device, fewer_layers=fewer_layers, seed=seed, optional=optional
+    report = _load(
+        model,
+        source,
+        device=device,
+        fewer_layers=fewer_layers,
+        seed=seed,
+        optional=(ACTION_MODULES, IMAGE_MODULES),
     )
+    if model.options.zero_init_img_branch:
+        for name in report.fresh:
+            if ".v_img." in name:
+                nn.init.zeros_(model.get_parameter(name))
+    return report
 
 
 def _load(
@@ -109,38 +123,45 @@ def _load(
     stored = dit_names(checkpoint)
     if any(".lora_" in name for name in stored):
         raise CheckpointError(f"{checkpoint.root} holds LoRA adapters: load it with `load_lora`")
-    wanted = model.state_dict(keep_vars=True)
+    parameters = {plain_name(n): p for n, p in model.state_dict(keep_vars=True).items()}
+    wanted = {n: p for n, p in parameters.items() if ".lora_" not in n}
     beyond = _blocks_beyond(stored, wanted) if fewer_layers else set()
     stored = {name: at for name, at in stored.items() if name not in beyond}
     groups = [{n for n in wanted if any(part in n for part in parts)} for parts in optional]
     missing = wholly_missing(groups, stored)
     check_fit({n: p for n, p in wanted.items() if n not in missing}, stored, checkpoint)
-    fill(
-        model, checkpoint, stored, device=device, fresh=lambda n, p: initial_value(n, p.shape, seed)
-    )
+    kept = {n for n, p in parameters.items() if n not in wanted and not p.is_meta}
+    fill(model, checkpoint, stored, device=device, kept=kept, seed=seed)
     used = set(stored.values())
     return LoadReport(
         loaded=tuple(stored),
-        fresh=tuple(n for n in wanted if n in missing),
+        fresh=tuple(n for n in parameters if n not in stored and n not in kept),
+        kept=tuple(n for n in parameters if n in kept),
         ignored=tuple(n for n in checkpoint.tensors if n not in used),
     )
 
 
 def dit_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return {our parameter name: stored name} of the DiT's tensors in a checkpoint.
+    """Return {plain name: stored name} of the DiT's tensors in a checkpoint.
 
     Raises:
-        CheckpointError: two stored tensors have one name of ours.
+        CheckpointError: two stored tensors have one plain name.
     """
     names: dict[str, str] = {}
     for name, stored in (checkpoint.under(PREFIX) or checkpoint.under("")).items():
-        ours = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
-        if ours in names:
+        plain = plain_name(name)
+        if plain in names:
             raise CheckpointError(
-                f"{checkpoint.root}: {names[ours]} and {stored} are both {ours}; keep one of them"
+                f"{checkpoint.root}: {names[plain]} and {stored} are both {plain}; keep one of them"
             )
-        names[ours] = stored
+        names[plain] = stored
     return names
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what PEFT puts into it."""
+    name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+    return re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name)
 
 
 def _blocks_beyond(stored: Iterable[str], wanted: Iterable[str]) -> set[str]:
@@ -203,24 +224,39 @@ def fill(
     stored: Mapping[str, str],
     *,
     device: str | torch.device = "cpu",
-    fresh: Callable[[str, Tensor], Tensor] | None = None,
+    kept: Collection[str] = (),
+    seed: int = 0,
 ) -> None:
     """Give a meta model its memory, then copy tensor by tensor; call `check_fit` first.
 
     Args:
         model: any module; parameters may be sharded (DTensor).
         checkpoint: where the values are.
-        stored: {parameter name: stored name}.
+        stored: {plain parameter name: stored name}.
         device: where a meta model gets its memory.
-        fresh: gives the value of a parameter that is not in `stored`; None leaves it alone.
+        kept: plain names of parameters that stay as they are; all others start fresh.
+        seed: of those that start fresh.
     """
     if any(p.is_meta for p in model.state_dict(keep_vars=True).values()):
         model.to_empty(device=device)
     for name, parameter in model.state_dict(keep_vars=True).items():
-        if name in stored:
-            _copy(parameter, checkpoint.read(stored[name]))
-        elif fresh is not None:
-            _copy(parameter, fresh(name, parameter))
+        plain = plain_name(name)
+        if plain in stored:
+            _copy(parameter, checkpoint.read(stored[plain]))
+        elif plain not in kept:
+            _copy(parameter, initial_value(plain, parameter.shape, seed))
+
+
+def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Return where a parameter starts, in fp32: a function of seed and plain name alone."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    value = torch.zeros(shape)
+    with seeded(int.from_bytes(digest[:7], "little")):
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+        elif ".lora_B." not in name:
+            init_parameter(name, value)
+    return value
 
 
 def _copy(parameter: Tensor, value: Tensor) -> None:
@@ -232,30 +268,6 @@ def _copy(parameter: Tensor, value: Tensor) -> None:
         ).to_local()
         parameter = parameter.to_local()
     parameter.copy_(value)
-
-
-def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Return where a parameter that a backbone lacks starts: fp32, the same on every rank.
-
-    Args:
-        name: its name in the DiT; one of the action, state or image modules.
-        shape: its shape.
-        seed: of the run.
-    """
-    value = torch.zeros(shape)
-    if name.endswith(".W"):
-        return value.normal_(generator=name_generator(name, seed)) * 0.02
-    if name.endswith(".weight") and len(shape) == 1:  # a norm's scale
-        return value.fill_(1.0)
-    if name.endswith(".weight"):
-        nn.init.xavier_uniform_(value, generator=name_generator(name, seed))
-    return value
-
-
-def name_generator(name: str, seed: int) -> torch.Generator:
-    """Return a generator of a parameter's own, so that no draw depends on the order of others."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def save_policy(
