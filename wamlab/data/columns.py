@@ -1,8 +1,8 @@
 """A data set's low-dimensional columns as flat memory-mapped arrays, converted once.
 
 Every table is read once, in order; each numeric column becomes one .npy file of all frames, each
-text column numbers and a list of texts, and images that stand in the tables (LIBERO's PNGs) one file
-of their bytes with offsets. Afterwards a row is an array index, and all workers of a machine share
+text column numbers and a list of texts, and images that stand in the tables (LIBERO's PNGs) one
+file of their bytes with offsets. Afterwards a row is an array index, and all workers share
 the pages. The conversion shows a progress bar, goes on where it was interrupted, and is done again
 when a table or meta file has changed.
 """
@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,29 +125,28 @@ class _Conversion:
         """Convert what is left, then write the layout."""
         self.folder.mkdir(exist_ok=True)
         saved = self.folder / "progress.json"
-        if saved.is_file():
-            self.state = json.loads(saved.read_text())
-        else:
+        if not saved.is_file():
             self._create()
-        self._open()
-        done = self.state["done"]
+        self.state = json.loads(saved.read_text())
         bar = tqdm(
             total=len(self.groups) - 1,
-            initial=done,
+            initial=self.state["done"],
             desc=f"reading {self.info.root.name}",
             unit="table",
             disable=None if self.progress else True,
         )
-        last = time.monotonic()
-        with bar:
-            for number in range(done, len(self.groups) - 1):
+        with ExitStack() as stack, bar:
+            self._open(stack)
+            last = time.monotonic()
+            for number in range(self.state["done"], len(self.groups) - 1):
                 self._convert(number)
                 bar.update()
                 if time.monotonic() - last > SAVE_EVERY_S:
                     self._save(number + 1)
                     last = time.monotonic()
-        self._save(len(self.groups) - 1)
-        self._finish()
+            self._save(len(self.groups) - 1)
+        layout = {k: self.state[k] for k in ("columns", "texts")}
+        save_json(layout | {"cameras": list(self.episodes.videos)}, self.folder / "layout.json")
 
     def _create(self) -> None:
         """Make empty arrays for the columns that the first table has."""
@@ -166,10 +165,9 @@ class _Conversion:
             )
             array.flush()
         _save_episodes(self.folder, self.episodes)
-        self._open()
-        self._save(0)
+        save_json(self.state, self.folder / "progress.json")
 
-    def _open(self) -> None:
+    def _open(self, stack: ExitStack) -> None:
         self.arrays, self.blobs = {}, {}
         for name, spec in self.state["columns"].items():
             self.arrays[name] = np.load(self.folder / f"{_file(name)}.npy", mmap_mode="r+")
@@ -177,7 +175,7 @@ class _Conversion:
                 path = self.folder / f"{_file(name)}.bin"
                 path.touch()
                 os.truncate(path, self.state["bytes"].get(name, 0))
-                self.blobs[name] = path.open("ab")
+                self.blobs[name] = stack.enter_context(path.open("ab"))
 
     def _convert(self, number: int) -> None:
         first, last = self.groups[number], self.groups[number + 1]
@@ -259,12 +257,6 @@ class _Conversion:
             self.state["bytes"][name] = blob.tell()
         self.state["done"] = done
         save_json(self.state, self.folder / "progress.json")
-
-    def _finish(self) -> None:
-        for blob in self.blobs.values():
-            blob.close()
-        layout = {k: self.state[k] for k in ("columns", "texts")}
-        save_json(layout | {"cameras": list(self.episodes.videos)}, self.folder / "layout.json")
 
 
 def _spec(column: pa.Field, info: Info, path: Path) -> dict[str, Any] | None:

@@ -43,11 +43,7 @@ class Part:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise ConfigError(f"part {self.name!r}: [{self.start}, {self.end}) is not a slice")
-        if self.normalization not in NORMALIZATIONS:
-            raise ConfigError(
-                f"part {self.name!r}: unknown normalization {self.normalization!r}: "
-                f"allowed are {', '.join(NORMALIZATIONS)}"
-            )
+        lookup(NORMALIZATIONS, self.normalization, "normalization")
 
 
 @dataclass(frozen=True, kw_only=True)

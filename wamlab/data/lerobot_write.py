@@ -26,7 +26,8 @@ CHUNK = 1000
 PATHS = {
     "v2.1": {
         "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-        "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+        "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/"
+        "episode_{episode_index:06d}.mp4",
     },
     "v3.0": {
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -41,7 +42,8 @@ class Episode:
 
     Args:
         task: what was to be done, in words.
-        columns: float32 [T, D] each, by column name.
+        columns: [T, D] each by column name, or [T] of numbers or words for a column that is not
+            packed (extra language columns).
         views: uint8 [T, H, W, 3] each, by the column name of the camera.
     """
 
@@ -59,7 +61,7 @@ class Writer:
         version: "v2.1" or "v3.0".
         fps: frames a second.
         embodiment: its parts become meta/modality.json and the relative statistics.
-        names: the dimensions' names of each packed column.
+        names: the dimensions' names of each packed column, whose statistics are written too.
         images: store views as PNG bytes in the tables, as LIBERO does, instead of videos.
         episodes_per_file: (v3.0) episodes that share a file.
     """
@@ -70,7 +72,7 @@ class Writer:
     embodiment: Embodiment
     names: Mapping[str, Sequence[str]]
     images: bool = False
-    episodes_per_file: int = 4
+    episodes_per_file: int = 3
     episodes: list[dict[str, Any]] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     views: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -98,6 +100,8 @@ class Writer:
         for name, rows in self._columns.items():
             rows.append(np.asarray(episode.columns[name], np.float32))
         self._tables.append(self._table(episode, number, start))
+        plain = (c for c in episode.columns if c not in self.names)
+        self._plain = {c: str(self._tables[-1].schema.field(c).type) for c in plain}
         for key, frames in episode.views.items():
             self.views[key] = frames.shape[1:]
             if not self.images:
@@ -123,10 +127,7 @@ class Writer:
 
     def _table(self, episode: Episode, number: int, start: int) -> pa.Table:
         steps = np.arange(len(next(iter(episode.columns.values()))), dtype=np.int64)
-        columns: dict[str, Any] = {
-            k: pa.array(list(np.asarray(v, np.float32)), pa.list_(pa.float32()))
-            for k, v in episode.columns.items()
-        }
+        columns: dict[str, Any] = {k: _cells(v) for k, v in episode.columns.items()}
         if self.images:
             for key, frames in episode.views.items():
                 cells = [
@@ -225,6 +226,7 @@ class Writer:
                     "has_audio": False,
                 }
         whole = {"shape": [1], "names": None}
+        features |= {k: {"dtype": kind} | whole for k, kind in self._plain.items()}
         features["timestamp"] = {"dtype": "float32"} | whole
         for key in ("frame_index", "episode_index", "index", "task_index"):
             features[key] = {"dtype": "int64"} | whole
@@ -240,12 +242,14 @@ class Writer:
         video = {
             name: {"original_key": key} for name, key in zip(self.embodiment.views, self.views)
         }
-        annotation = {"task_description": {"original_key": "task_index"}}
+        words = {
+            c.removeprefix("annotation."): {"original_key": c} for c in self.embodiment.language
+        }
         return {
             "state": parts("state"),
             "action": parts("action"),
             "video": video,
-            "annotation": annotation,
+            "annotation": words,
         }
 
     def _relative(self) -> dict[str, Any]:
@@ -313,7 +317,7 @@ def write_dataset(episodes: Iterable[Episode], **settings: Any) -> None:
 
 
 def encode_video(frames_THW3: np.ndarray, fps: int) -> bytes:
-    """Return an mp4 as DROID's are: H.264 ultrafast, crf 23, a keyframe every 250 frames, no B-frames.
+    """Return an mp4 as DROID's are: H.264 ultrafast, crf 23, a keyframe every 250 frames, no Bs.
 
     Args:
         frames_THW3: uint8 [T, H, W, 3] RGB, height and width even.
@@ -349,6 +353,13 @@ def join_videos(clips: Sequence[bytes], fps: int) -> bytes:
                         container.mux(packet)
                         shown += 1
     return buffer.getvalue()
+
+
+def _cells(values: np.ndarray) -> pa.Array:
+    """Return a column: lists of float32 for [T, D], plain cells for [T]."""
+    if np.ndim(values) == 1:
+        return pa.array(values)
+    return pa.array(list(np.asarray(values, np.float32)), pa.list_(pa.float32()))
 
 
 def encode_png(image_HW3: np.ndarray) -> bytes:

@@ -1,9 +1,9 @@
 """A small rendered robot world: an arm reaches, grasps and places coloured objects on a table.
 
-It makes the data sets in data_samples/ and is the closed-loop test of a trained model: `reset(seed)`,
-`step(action)`, `render()` and `success()`. Everything follows from the seed. States and actions
-have DROID's meaning: seven joints in radians and a gripper that is 0 open and 1 closed; an action
-is the joint position to go to and the gripper's command.
+It makes the data sets in data_samples/ and is the closed-loop test of a trained model:
+`reset(seed)`, `step(action)`, `render()` and `success()`. Everything follows from the seed. States
+and actions have DROID's meaning: seven joints in radians and a gripper, 0 open and 1 closed; an
+action is the joint position to go to and the gripper's command.
 
     python -m wamlab.data.toy OUT --episodes 6
 """
@@ -21,7 +21,7 @@ from wamlab.config import ConfigError, lookup
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot_write import Episode, write_dataset
 from wamlab.data.toy_arm import SHOULDER_M, forward, inverse, rot_z
-from wamlab.data.toy_render import Box, Camera, Capsule, Disc, Primitive, Sphere, render
+from wamlab.data.toy_render import RIGS, Ball, Box, Camera, Capsule, Plate, Primitive, render
 
 COLORS = {
     "red": (214, 48, 49),
@@ -38,6 +38,16 @@ GRIPPER_YAW = math.pi  # keeps every wrist joint away from its turning point
 GRASPED_AT, OPEN_BELOW, FULL_AT = 0.5, 0.45, 0.6  # gripper positions
 REACH_M = 0.035  # how far from the tool point an object may be grasped
 FOLLOW, MOST_RAD, GRIP_RATE, FALL_M = 0.6, 0.12, 0.2, 0.05  # per control step
+
+
+VIEW_KEYS = {"droid": "observation.images.", "libero": ""}
+COLUMNS = {"droid": ("observation.state", "action"), "libero": ("state", "actions")}
+_JOINTS = [*(f"joint_{i}" for i in range(7)), "gripper"]
+_POSE = ["x", "y", "z", "turn_x", "turn_y", "turn_z"]
+NAMES = {
+    "droid": (_JOINTS, _JOINTS),
+    "libero": ([*_POSE, "finger_left", "finger_right"], [*_POSE, "gripper"]),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,37 +72,6 @@ class ToyConfig:
         lookup(RIGS, self.rig, "toy camera rig")
 
 
-@dataclass(frozen=True)
-class View:
-    """One camera of a rig; a wrist camera has no position of its own."""
-
-    name: str
-    size: tuple[int, int]
-    focal: float
-    position: tuple[float, float, float] | None = None
-
-
-RIGS: dict[str, tuple[View, ...]] = {
-    "droid": (
-        View("exterior_image_1_left", (180, 320), 330.0, (1.10, 0.62, 0.78)),
-        View("exterior_image_2_left", (180, 320), 330.0, (1.10, -0.62, 0.78)),
-        View("wrist_image_left", (180, 320), 190.0),
-    ),
-    "libero": (
-        View("image", (256, 256), 300.0, (1.30, 0.0, 0.72)),
-        View("wrist_image", (256, 256), 190.0),
-    ),
-}
-VIEW_KEYS = {"droid": "observation.images.", "libero": ""}
-COLUMNS = {"droid": ("observation.state", "action"), "libero": ("state", "actions")}
-_JOINTS = [*(f"joint_{i}" for i in range(7)), "gripper"]
-_POSE = ["x", "y", "z", "turn_x", "turn_y", "turn_z"]
-NAMES = {
-    "droid": (_JOINTS, _JOINTS),
-    "libero": ([*_POSE, "finger_left", "finger_right"], [*_POSE, "gripper"]),
-}
-
-
 @dataclass
 class Thing:
     """An object on the table; `height` is its centre's height at rest."""
@@ -114,9 +93,8 @@ class ToyWorld:
 
     def __post_init__(self) -> None:
         self._views = {v.name: v for v in RIGS[self.config.rig]}
-        self._fixed = {
-            v.name: _camera(v, v.position) for v in self._views.values() if v.position is not None
-        }
+        fixed = [v for v in self._views.values() if v.position is not None]
+        self._fixed = {v.name: Camera.fixed(v) for v in fixed}
 
     def reset(self, seed: int) -> np.ndarray:
         """Lay the table anew and return the state, float32 [8]."""
@@ -187,9 +165,9 @@ class ToyWorld:
         """Return every view of the rig, uint8 [H, W, 3] each."""
         scene = self._scene()
         return {
-            name: render(
-                self._fixed.get(name) or self._wrist(view), scene, static=name in self._fixed
-            )
+            name: render(self._fixed[name], scene, static=True)
+            if name in self._fixed
+            else render(Camera.on_wrist(view, *self._pose[1:]), scene, static=False)
             for name, view in self._views.items()
         }
 
@@ -222,9 +200,9 @@ class ToyWorld:
         elbow, wrist, tool, hand = self._pose
         grey, dark, tip = (206, 208, 214), (92, 98, 110), (40, 42, 48)
         palm = wrist + 0.055 * hand[:, 2]
-        scene: list[Primitive] = [Disc(p.position, PLATE_M, COLORS[p.color]) for p in self.plates]
+        scene: list[Primitive] = [Plate(p.position, PLATE_M, COLORS[p.color]) for p in self.plates]
         for o in self.objects:
-            kind = Box if o.shape == "cube" else Sphere
+            kind = Box if o.shape == "cube" else Ball
             scene.append(kind(o.position, HALF_M, COLORS[o.color]))
         scene += [
             Capsule(np.array([0.0, 0.0, 0.0]), SHOULDER_M, 0.06, dark),
@@ -237,15 +215,6 @@ class ToyWorld:
             offset = side * spread * hand[:, 1]
             scene.append(Capsule(palm + offset, tool + offset, 0.008, tip))
         return scene
-
-    def _wrist(self, view: View) -> Camera:
-        _, wrist, tool, hand = self._pose
-        position = wrist + 0.02 * hand[:, 2] + 0.085 * hand[:, 0]
-        ahead = tool + 0.03 * hand[:, 2] - position
-        ahead = ahead / np.linalg.norm(ahead)
-        right = hand[:, 1]
-        rotation = np.stack([right, np.cross(ahead, right), ahead], axis=1)
-        return Camera(position, rotation, *view.size, view.focal)
 
 
 class Expert:
@@ -333,12 +302,6 @@ def _spots(rng: np.random.Generator, count: int) -> list[np.ndarray]:
                 spots.append(spot)
         spots = spots[:count]
     return spots
-
-
-def _camera(view: View, position: tuple[float, float, float]) -> Camera:
-    height, width = view.size
-    size = {"height": height, "width": width, "focal": view.focal}
-    return Camera.look_at(position, (0.40, 0.0, 0.13), **size)
 
 
 def record(seed: int, *, config: ToyConfig, least: int = 128, noise_rad: float = 0.01) -> Episode:

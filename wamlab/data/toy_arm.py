@@ -1,8 +1,8 @@
 """A seven-joint arm with closed-form kinematics: spherical shoulder, elbow, spherical wrist.
 
 The chain is Rz Ry Rz (shoulder), up by UPPER, Ry (elbow), up by FORE, Rz Ry Rz (wrist), up by HAND.
-The gripper's tip is the tool point. With seven joints for six numbers one freedom is left, the swivel
-of the elbow around the line from the shoulder to the wrist; the caller chooses it.
+The gripper's tip is the tool point. With seven joints for six numbers one freedom is left, the
+swivel of the elbow around the line from the shoulder to the wrist; the caller chooses it.
 """
 
 import math

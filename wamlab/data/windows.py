@@ -2,11 +2,14 @@
 
 A sample is K blocks of H steps around its start frame i: anchors lie a multiple of H away from i,
 two before it and the rest from it on, moved inwards near the ends of an episode or where the task
-in words changes. Its 8K + 1 frames are H/8 steps apart from the first anchor to the last anchor + H,
+in words changes. Its 8K + 1 frames are H/8 steps apart, from the first anchor to the last one + H,
 so a block's frames and its actions span the same time. Starts that give all K blocks are found once
 for the whole data set; so every sample has the same shapes and none is rejected.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,13 +185,7 @@ class WindowDataset:
     ) -> None:
         self.dataset, self.embodiment = dataset, dataset.embodiment
         self.open_video = open_video or _OpenEachTime(decoder)
-        labels = [dataset.columns.arrays[column] for column in dataset.language]
-        self.index = WindowIndex.build(
-            dataset.episodes.offsets,
-            labels,
-            horizon=self.embodiment.horizon,
-            blocks=self.embodiment.blocks,
-        )
+        self.index = self._index()
         if not len(self.index):
             need = self.embodiment.blocks * self.embodiment.horizon + 1
             raise DatasetError(
@@ -244,6 +241,22 @@ class WindowDataset:
             for n, own in zip(members, where.reshape(steps.shape)):
                 found[n]["views"] = views[:, torch.from_numpy(own)]
         return found
+
+    def _index(self) -> WindowIndex:
+        """Return the valid starts, found on the first use and kept beside the columns."""
+        e, data = self.embodiment, self.dataset
+        labels = tuple(data.columns.arrays[column] for column in data.language)
+        shape = {"horizon": e.horizon, "blocks": e.blocks}
+        name = hashlib.sha256(json.dumps([shape, data.language]).encode()).hexdigest()[:16]
+        path = data.columns.folder / f"starts-{name}.npy"
+        if not path.is_file():
+            built = WindowIndex.build(data.episodes.offsets, labels, **shape)
+            partial = path.with_suffix(f".{os.getpid()}")
+            with partial.open("wb") as file:
+                np.save(file, np.stack([built.starts, built.ends]))
+            partial.replace(path)
+        starts, ends = np.load(path, mmap_mode="r")
+        return WindowIndex(starts, ends, data.episodes.offsets, labels, **shape)
 
     def _numbers(self, index: int, paraphrase: int, place: tuple[int, int, int]) -> dict[str, Any]:
         """Return all of a sample but its pictures."""
