@@ -11,7 +11,6 @@ from wamlab.config import ConfigError
 from wamlab.model import text as module
 from wamlab.model.stored import CheckpointError
 from wamlab.model.text import (
-    TextConfig,
     TextEncoder,
     clean,
     text_fingerprint,
@@ -140,11 +139,12 @@ def test_a_fingerprint_names_encoder_and_tokenizer(encoder, tmp_path):
     assert tokenizer_fingerprint(Other()) != tokenizer_fingerprint(encoder.tokenizer)
 
 
-def test_mistakes_are_named():
+def test_mistakes_are_named(monkeypatch):
+    def refuse(name):
+        raise OSError(f"{name}: no network")
+
     with pytest.raises(ConfigError, match=r"text encoder size 'umt5'.*did you mean 'umt5-xxl'"):
         TextEncoder("umt5")
-    config = TextConfig(
-        vocab=9, dim=8, heads=1, head_dim=8, ffn_dim=8, layers=1, tokenizer="no/such-tokenizer"
-    )
-    with pytest.raises(ConfigError, match="tokenizer 'no/such-tokenizer' is neither a folder here"):
-        TextEncoder(config)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    with pytest.raises(ConfigError, match="tokenizer 'no/such' is neither a folder here nor"):
+        TextEncoder("tiny", tokenizer="no/such").encode(["a"])

@@ -17,8 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from wamlab.config import UserError
-from wamlab.model.text import TextEncoder, clean, tokenizer_fingerprint
+from wamlab.config import UserError, lookup
+from wamlab.model.text import (
+    TEXT_SIZES,
+    TextConfig,
+    TextEncoder,
+    clean,
+    text_fingerprint,
+    tokenizer_fingerprint,
+)
 
 FORMAT = "wamlab-prompts-1"
 FLUSH = 256  # prompts between two writes of a long build
@@ -37,7 +44,7 @@ class PromptCache:
     """Embeddings by prompt.
 
     Args:
-        meta: what the file's metadata must hold: see `meta_of`.
+        meta: what the file's metadata must hold, see `encoder_meta`.
         path: a file to read from; None starts empty.
 
     Raises:
@@ -105,13 +112,15 @@ class PromptCache:
         partial.replace(path)
 
 
-def meta_of(encoder: TextEncoder) -> dict[str, str]:
-    """Return the metadata that a cache of this encoder carries."""
+def encoder_meta(
+    size: str | TextConfig, weights: str | Path | None, seed: int = 0
+) -> dict[str, str]:
+    """Return what a cache must say of the text encoder, without building it."""
+    config = lookup(TEXT_SIZES, size, "text encoder size") if isinstance(size, str) else size
     return {
-        "encoder": encoder.fingerprint,
-        "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
-        "text_len": str(encoder.config.text_len),
-        "dim": str(encoder.config.dim),
+        "encoder": text_fingerprint(config, weights, seed),
+        "text_len": str(config.text_len),
+        "dim": str(config.dim),
     }
 
 
@@ -134,6 +143,16 @@ def _open(path: Path, meta: dict[str, str]) -> safe_open:
                 f"wanted is {value}; encode the prompts again into another file"
             )
     return file
+
+
+def cache_meta(encoder: TextEncoder) -> dict[str, str]:
+    """Return the metadata of a cache made by this encoder and its tokenizer."""
+    return {
+        "encoder": encoder.fingerprint,
+        "text_len": str(encoder.config.text_len),
+        "dim": str(encoder.config.dim),
+        "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
+    }
 
 
 @torch.no_grad()
@@ -160,7 +179,7 @@ def build_prompt_cache(
     Raises:
         PromptCacheError: the file, or the folder of an interrupted build, is of another encoder.
     """
-    path, meta = Path(path), meta_of(encoder)
+    path, meta = Path(path), cache_meta(encoder)
     parts = path.with_name(path.name + ".parts")
     done = [
         PromptCache(meta, p) for p in [path, *sorted(parts.glob("*.safetensors"))] if p.exists()

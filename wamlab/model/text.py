@@ -24,7 +24,7 @@ _PROBE = ("Pick up the red cup & put it down.", "schön, 12.5 cm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """The sizes of a UMT5 encoder; `tokenizer` is a Hugging Face name or "bytes"."""
+    """The sizes of a UMT5 encoder, and its tokenizer: a Hugging Face name, a folder, or "bytes"."""
 
     vocab: int
     dim: int
@@ -67,7 +67,8 @@ class TextEncoder(nn.Module):
         size: a name in TEXT_SIZES, or a TextConfig.
         weights: a public checkpoint (stand-alone, or a full policy's); None = random ones.
         seed: of the random weights.
-        tokenizer: instead of the config's: an object with the Hugging Face call.
+        tokenizer: instead of the config's: a Hugging Face name, a folder, "bytes", or an object
+            with the Hugging Face call. Random weights know no words: for them "bytes" is taken.
         device: where the weights go.
         dtype: their dtype; embeddings are bf16 whatever it is.
 
@@ -85,13 +86,12 @@ class TextEncoder(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.config = (
-            lookup(TEXT_SIZES, size, "text encoder size") if isinstance(size, str) else size
-        )
-        self.fingerprint = text_fingerprint(self.config, weights, seed)
-        self.tokenizer = tokenizer if tokenizer is not None else build_tokenizer(self.config)
+        config = lookup(TEXT_SIZES, size, "text encoder size") if isinstance(size, str) else size
+        self.config = config
+        self.fingerprint = text_fingerprint(config, weights, seed)
+        self._tokenizer = tokenizer or (config.tokenizer if weights else "bytes")
         with seeded(seed), torch.device("meta" if weights else device):
-            self.network = _build(self.config)
+            self.network = _build(config)
         if weights:
             load_frozen(
                 self.network,
@@ -104,6 +104,13 @@ class TextEncoder(nn.Module):
             )
         self.network.to(dtype)
         freeze(self)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, fetched at the first use."""
+        if isinstance(self._tokenizer, str):
+            self._tokenizer = build_tokenizer(self._tokenizer)
+        return self._tokenizer
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the hidden states [B, L, D] of tokens int64 [B, L] under a mask [B, L]."""
@@ -163,22 +170,21 @@ class TextEncoder(nn.Module):
         return F.pad(hidden, (0, 0, 0, mask.shape[1] - longest)), valid_B
 
 
-def build_tokenizer(config: TextConfig) -> Any:
-    """Return the config's tokenizer; "bytes" needs no file.
+def build_tokenizer(name: str) -> Any:
+    """Return a tokenizer by its Hugging Face name or folder; "bytes" needs no file.
 
     Raises:
         ConfigError: no such tokenizer.
     """
     from transformers import AutoTokenizer, ByT5Tokenizer  # 2 s to import: only where text is read
 
-    if config.tokenizer == "bytes":
+    if name == "bytes":
         return ByT5Tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(config.tokenizer)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the tokenizer {config.tokenizer!r} is neither a folder here nor readable from the "
-            f"hub: {error}"
+            f"the tokenizer {name!r} is neither a folder here nor readable from the hub: {error}"
         ) from error
 
 

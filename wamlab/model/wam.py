@@ -26,8 +26,8 @@ from wamlab.model.flops import flops
 from wamlab.model.frozen import seeded
 from wamlab.model.image import IMAGE_SIZES, ImageEncoder
 from wamlab.model.plan import PUBLIC, SHORTCUTS, ModelOptions
-from wamlab.model.prompt_cache import PromptCache, meta_of
-from wamlab.model.text import TEXT_SIZES, TextEncoder, text_fingerprint
+from wamlab.model.prompt_cache import PromptCache, encoder_meta
+from wamlab.model.text import TEXT_SIZES, TextEncoder
 from wamlab.model.vae import VAE_SIZES, load_vae
 
 PUBLIC_CHUNK = 4  # frames that the public code gives to the VAE at a time
@@ -70,6 +70,7 @@ class WAMConfig:
     vae_weights: str | None = None  # a public checkpoint; null: random weights from the seed
     text_weights: str | None = None
     image_weights: str | None = None
+    tokenizer: str | None = None  # a folder or a Hugging Face name, instead of the text encoder's
     prompt_cache: str | None = None  # a file of `wamlab encode-prompts`: no text encoder is built
 
     def __post_init__(self) -> None:
@@ -128,14 +129,12 @@ class WorldActionModel(nn.Module):
         made = {"seed": config.seed, "device": device, "dtype": dtype}
         self.vae = load_vae(sizes.vae, config.vae_weights, encoder_only=True, **made)
         self.image = ImageEncoder(sizes.image, config.image_weights, **made)
+        self.text = None
         if config.prompt_cache is None:
-            self.text = TextEncoder(sizes.text, config.text_weights, **made)
-            self.prompts = PromptCache(meta_of(self.text))
-            return
-        known = text_fingerprint(sizes.text, config.text_weights, config.seed)
-        text = TEXT_SIZES[sizes.text]
-        meta = {"encoder": known, "text_len": str(text.text_len), "dim": str(text.dim)}
-        self.text, self.prompts = None, PromptCache(meta, config.prompt_cache)
+            more = made | {"tokenizer": config.tokenizer}
+            self.text = TextEncoder(sizes.text, config.text_weights, **more)
+        meta = encoder_meta(sizes.text, config.text_weights, config.seed)
+        self.prompts = PromptCache(meta, config.prompt_cache)
 
     def loss(self, batch: dict[str, Any], draws: Draws) -> dict[str, Tensor]:
         """Return the losses of one micro-batch.
