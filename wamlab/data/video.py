@@ -338,9 +338,14 @@ def _error_of(load: Callable[[], object]) -> str | None:
     return None
 
 
+# From PyAV 17 on each frame's conversion starts threads of its own unless told otherwise: several
+# times slower at these sizes, and a forked child that frees such a frame hangs.
+_ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
+
+
 def _first_line(error: object) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
 
 def _rgb(frame: av.VideoFrame) -> np.ndarray:
-    return frame.to_ndarray(format="rgb24")
+    return frame.to_ndarray(format="rgb24", **_ONE_THREAD)
