@@ -75,13 +75,13 @@ class RunFolder:
 
     def status(self) -> str:
         """Return "new", "running", "done", "failed", "stopped" or "lost" (guard killed)."""
-        end = self.read("end.json")
-        if end is not None:
-            return end["status"]
         guard = self.read("guard.json")
         if guard is None:
             return "new"
-        return "running" if is_alive(guard["pid"], guard["created"]) else "lost"
+        if is_alive(guard["pid"], guard["created"]):
+            return "running"  # also while the guard cleans up behind the ranks
+        end = self.read("end.json")
+        return end["status"] if end else "lost"
 
     def request_stop(self) -> None:
         """Ask the guard to end the run; it looks several times a second."""

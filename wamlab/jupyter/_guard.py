@@ -21,7 +21,7 @@ import psutil
 from wamlab.jupyter._folder import RunFolder
 
 POLL_S = 0.1
-GRACE_S = 4.0  # from SIGTERM to SIGKILL; everything must be gone within 10 s
+GRACE_S = 3.0  # from SIGTERM to SIGKILL; all must be gone within 10 s, on a busy machine too
 REPORT_S = 2.0  # for torchrun to see its ranks dead and write what it knows
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -72,16 +72,21 @@ class Guard:
                 if reason != "failed":  # torchrun ends the other ranks of a failed one itself
                     agent.terminate()
             if time.monotonic() > deadline:
-                self._kill(agent.pid)
-                deadline = time.monotonic() + REPORT_S
-                while agent.poll() is None and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
+                if reason == "failed":
+                    self._end_ranks(agent)
                 break
             time.sleep(POLL_S)
         if agent.poll() is None:
             agent.kill()
             agent.wait()
         return reason
+
+    def _end_ranks(self, agent: subprocess.Popen) -> None:
+        """Kill the ranks, and let torchrun see that and write how each of them ended."""
+        self._kill(agent.pid)
+        deadline = time.monotonic() + REPORT_S
+        while agent.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def _reason(self) -> str | None:
         if os.getppid() != self.parent:

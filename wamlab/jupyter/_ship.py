@@ -7,7 +7,7 @@ imports are repeated as the cells wrote them, plain constants become assignments
 
 import ast
 import builtins
-import importlib
+import importlib.util
 import inspect
 import linecache
 import re
@@ -216,18 +216,29 @@ def _segment(cell: str, node: ast.ClassDef) -> str:
     return "\n".join(cell.splitlines()[first - 1 : node.end_lineno]) + "\n"
 
 
-def check_importable(target: str) -> None:
-    """Refuse a "module:function" whose module is not to be found; nothing is run.
+def must_ship(obj: Any) -> bool:
+    """Tell whether a function or class lives in a cell, a script or another function."""
+    defined = inspect.isfunction(obj) or inspect.isclass(obj)
+    return defined and (obj.__module__ == "__main__" or "<l" in obj.__qualname__)
+
+
+def path_of(target: Any) -> str:
+    """Return the "module:name" by which a rank imports the target; nothing is run.
 
     Raises:
-        ShipError: the form is wrong or there is no such module.
+        ShipError: it is no function, class or "module:function", or there is no such module.
     """
-    if not re.fullmatch(r"[\w.]+:[\w.]+", target):
-        raise ShipError(f'a target is "module:function" or a function, got {target!r}')
+    if must_ship(target):
+        return f"{MODULE}:{target.__name__}"
+    if inspect.isfunction(target) or inspect.isclass(target):
+        return f"{target.__module__}:{target.__qualname__}"
+    if not isinstance(target, str) or not re.fullmatch(r"[\w.]+:[\w.]+", target):
+        raise ShipError(f'a target is "module:function", a function or a class, got {target!r}')
     module = target.partition(":")[0]
     try:
         found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError:  # the package above it
         found = None
     if found is None:
         raise ShipError(f"no module {module!r} for the target {target!r} on sys.path")
+    return target

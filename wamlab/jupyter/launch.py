@@ -9,7 +9,6 @@ an interrupt or the caller's death.
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
 import re
@@ -51,7 +50,9 @@ class LaunchError(RuntimeError):
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        first = (folder.read("end.json") or {}).get("first") or {}
+        end = folder.read("end.json")
+        self._lost = end is None
+        first = (end or {}).get("first") or {}
         self.rank: int | None = first.get("rank")
         self.exception: str | None = first.get("error")
         self.refused: bool = first.get("refused", False)
@@ -63,6 +64,8 @@ class LaunchError(RuntimeError):
         super().__init__(f"{self._what(code)}\nlast {len(self.lines)} lines of {self.log}:\n{log}")
 
     def _what(self, code: int) -> str:
+        if self._lost:
+            return "the guard was killed, and the ranks with it"
         if self.rank is None:
             return "the launcher ended before any rank failed"
         if self.exception:
@@ -222,33 +225,19 @@ def launch(
 
 
 def _describe(target: Any, config: Any, torchrun: Sequence[str]) -> dict[str, Any]:
-    shipped = []
     config_class = type(config) if dataclasses.is_dataclass(config) else None
     if config_class is None and config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"a config is a dataclass or a dict, got {type(config).__name__}")
-    paths = {}
-    for key, obj in (("target", target), ("config_class", config_class)):
-        if callable(obj) and _is_local(obj):
-            shipped.append(obj)
-            paths[key] = f"{_ship.MODULE}:{obj.__name__}"
-        else:
-            paths[key] = f"{obj.__module__}:{obj.__qualname__}" if callable(obj) else obj
-    if not callable(target):
-        _ship.check_importable(target)
+    shipped = [obj for obj in (target, config_class) if _ship.must_ship(obj)]
     return {
-        **paths,
+        "target": _ship.path_of(target),
+        "config_class": config_class and _ship.path_of(config_class),
         "config": _as_json(config),
         "shipped": _ship.ship(*shipped) if shipped else None,
         "torchrun": list(torchrun),
         "sys_path": [p for p in sys.path if p],
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _is_local(obj: Any) -> bool:
-    if not (inspect.isfunction(obj) or inspect.isclass(obj)):
-        raise _ship.ShipError(f"a target is a function or a class, got {type(obj).__name__}")
-    return obj.__module__ == "__main__" or "<l" in obj.__qualname__
 
 
 def _as_json(config: Any) -> Any:

@@ -135,7 +135,7 @@ class Monitor:
             self._log.value = log
 
     def summary(self) -> str:
-        """Return the state in one line: steps, time left, loss, throughput, MFU, wait and memory."""
+        """Return the state in a line: steps, time left, loss, throughput, MFU, memory, wait."""
         ranks = f"{self.job['nproc']} rank" + "s" * (self.job["nproc"] > 1)
         if not self.steps.rows:
             return f"{ranks}, no step yet"

@@ -196,8 +196,8 @@ def _facts(steps: list[Record]) -> str:
     warmup = len(base.losses) - repeats if base.losses and repeats else None
     versions = base.versions or {}
     facts = {
-        "Work": f"model {base.model}, global batch {base.global_batch}, {base.precision}; every row "
-        "trains the same samples with the same noise, in a fresh process",
+        "Work": f"model {base.model}, global batch {base.global_batch}, {base.precision}; every "
+        "row trains the same samples with the same noise, in a fresh process",
         "Warm-up": f"{warmup} steps not counted" if warmup is not None else "not recorded",
         "Repeats": f"{repeats} steps; median and quartiles",
         "Ranks": ", ".join(f"{r.name}: {r.world_size}" for r in steps if r.world_size),

@@ -54,8 +54,9 @@ def note(record: Record) -> str:
 
 def rich_table(records: Sequence[Record], *, narrow: bool = False) -> Table:
     """Return the table for a terminal, notes below; `narrow` leaves the quartiles out."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
     for number, name in enumerate(COLUMNS):
+        name = name.replace("peak (GiB)", "GiB").replace("data ", "") if narrow else name
         table.add_column(name, justify="right" if number else "left", no_wrap=not number)
     base = baseline(records)
     for record in records:
