@@ -21,11 +21,14 @@ import barcode
 
 LIMIT_S = 20.0
 FRAMES, FPS = 60, 15
+VARIABLE = [512 * k for k in range(20)]  # 30, then 10, then 30 frames a second
+VARIABLE += [512 * (20 + 3 * k) for k in range(20)] + [512 * (80 + k) for k in range(20)]
 CLIPS = {
     "b_frames.mp4": {},
     "faststart.mp4": {"muxer": {"movflags": "faststart"}, "b_frames": 0, "gop": 250},
     "fragmented.mp4": {"muxer": {"movflags": "frag_keyframe+empty_moov"}},
     "matroska.mkv": {},
+    "variable.mp4": {"times": VARIABLE},
     "av1.mp4": {"codec": "libsvtav1", "gop": 4, "b_frames": 0, "options": {"preset": "12"}},
 }
 
@@ -105,8 +108,11 @@ def judge(path: str, decoder: str) -> tuple[str, str]:
     from wamlab.data.video import DECODERS, VideoError
 
     try:
+        times = [k / FPS for k in range(FRAMES)]
+        if "variable" in path:
+            times = [pts / 15360 for pts in VARIABLE]
         reader = DECODERS[decoder](path)
-        numbers = barcode.read(reader.frames_at([k / FPS for k in range(FRAMES)]))
+        numbers = barcode.read(reader.frames_at(times))
         reader.close()
     except VideoError as error:
         return "refused", str(error)

@@ -14,8 +14,8 @@ ORDER = {
     "": "config draws hardware measure dist ffmpeg trace profiler",
     "model": "reference fused attention plan init dit flow_matching flops vae text image wam "
     "weights lora sampling",
-    "data": "embodiment container bitstream frame_times decoder video lerobot lerobot_write "
-    "windows augment cache loader check transcode toy_render toy bench_decode",
+    "data": "embodiment container matroska bitstream frame_times decoder video lerobot "
+    "lerobot_write windows augment cache loader check transcode toy_render toy bench_decode",
     "train": "optim optimizations communication memory checkpoint metrics config trainer deepspeed",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

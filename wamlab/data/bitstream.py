@@ -5,7 +5,7 @@ they cannot read. H.264 and HEVC in MP4 and Matroska write each unit's length be
 it in each unit's header: a packet that was cut at the wrong place does not add up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 H264_IDR, H264_SLICES, H264_SEI = 5, range(1, 6), 6
 HEVC_IRAP, HEVC_SLICES = range(16, 24), range(32)
@@ -64,17 +64,9 @@ def _h264_key(data: bytes, width: int) -> bool | None:
 
 def _slice_type(head: bytes) -> int:
     """Return H.264's slice type (0 P, 1 B, 2 I, 3 SP, 4 SI): the header's second number."""
-    bits = int.from_bytes(head.ljust(8, b"\0"), "big")
-    at, value = 64, 0
-    for _ in range(2):
-        zeros = 0
-        while at > 0 and not bits >> (at - 1) & 1:
-            at, zeros = at - 1, zeros + 1
-        at -= zeros + 1
-        if at < 0:
-            return -1
-        value = (bits >> at & (2 ** (zeros + 1) - 1)) - 1
-    return value % 5
+    bits = _Bits(head)
+    bits.number()
+    return bits.number() % 5
 
 
 def _hevc_key(data: bytes, width: int) -> bool:
@@ -115,3 +107,90 @@ def _leb128(data: bytes, at: int) -> tuple[int, int]:
         if not data[at - 1] & 128:
             return value, at
     raise ValueError("its coded units do not add up")
+
+
+class _Bits:
+    """Reads bits from the left; past the end come zeros."""
+
+    def __init__(self, data: bytes) -> None:
+        self.size = 8 * len(data) + 64
+        self.value, self.at = int.from_bytes(data, "big") << 64, 0
+
+    def read(self, count: int) -> int:
+        self.at += count
+        return self.value >> max(self.size - self.at, 0) & ((1 << count) - 1)
+
+    def number(self) -> int:
+        """Return an unsigned Exp-Golomb number."""
+        zeros = 0
+        while zeros < 32 and not self.read(1):
+            zeros += 1
+        return (1 << zeros) - 1 + self.read(zeros)
+
+
+def h264_display_order(
+    extradata: bytes | None, packets: Sequence[bytes]
+) -> list[tuple[int, int]] | None:
+    """Return each picture's place in display order as the pictures themselves give it.
+
+    Source: ITU-T H.264, 8.2.1 (picture order count), types 0 and 2, frames only.
+
+    Args:
+        extradata: the stream's avcC record.
+        packets: coded pictures in decoding order.
+
+    Returns:
+        (group, place) a packet, ascending in display order, or None where it is not known.
+    """
+    if not extradata or extradata[0] != 1 or extradata[5] & 31 != 1:
+        return None
+    width, length = (extradata[4] & 3) + 1, int.from_bytes(extradata[6:8], "big")
+    layout = _h264_layout(extradata[8 : 8 + length])
+    if layout is None:
+        return None
+    order, group, place, reference = [], 0, 0, 0
+    for data in packets:
+        start = next((s for s, _ in _units(data, width) if data[s] & 31 in (1, 5)), None)
+        if start is None:
+            return None
+        if data[start] & 31 == H264_IDR:
+            group, place, reference = group + 1, 0, 0
+        coded = _h264_place(data[start : start + 40], layout)
+        half = 1 << layout["place_bits"] - 1 if layout["place_bits"] else 0
+        place = reference + (coded - reference + half) % (2 * half) - half if half else place + 1
+        if data[start] & 0x60:  # others are predicted from it, and counted from it
+            reference = place
+        order.append((group, place))
+    return order
+
+
+def _h264_layout(sps: bytes) -> dict[str, int] | None:
+    """Return the widths of a slice header's fields, or None for what is not followed here."""
+    bits = _Bits(sps[1:].replace(b"\0\0\3", b"\0\0"))
+    profile = bits.read(8)
+    bits.read(16)
+    bits.number()
+    if profile in (100, 110, 122, 244, 44, 83, 86, 118, 128):
+        if bits.number() == 3:
+            return None
+        bits.number(), bits.number(), bits.read(1)
+        if bits.read(1):
+            return None  # scaling lists
+    frame_bits, kind, place_bits = bits.number() + 4, bits.number(), 0
+    if kind == 0:
+        place_bits = bits.number() + 4
+    elif kind == 1:
+        return None
+    bits.number(), bits.read(1), bits.number(), bits.number()
+    if not bits.read(1):
+        return None  # fields
+    return {"frame_bits": frame_bits, "place_bits": place_bits}
+
+
+def _h264_place(head: bytes, layout: dict[str, int]) -> int:
+    """Return the coded part of the picture order count of a slice."""
+    bits = _Bits(head[1:].replace(b"\0\0\3", b"\0\0"))
+    bits.number(), bits.number(), bits.number(), bits.read(layout["frame_bits"])
+    if head[0] & 31 == H264_IDR:
+        bits.number()
+    return bits.read(layout["place_bits"])

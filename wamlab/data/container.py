@@ -135,8 +135,9 @@ def _check_track(movie: bytes, track: bytes, size: int) -> None:
     keys = _table(table, "stss", 1)
     if keys is not None and ((np.diff(keys[:, 0]) <= 0).any() or keys.max(initial=1) > len(sizes)):
         raise _Damaged(f"its table of keyframes is not ascending: {REMUX}")
-    offsets = np.zeros_like(deltas) if offsets is None else offsets.astype(np.int32).astype(int)
-    _check_times(movie, track, deltas, offsets)
+    pts = np.cumsum(deltas) - deltas + offsets.astype(np.int32)
+    _check_times(movie, track, deltas, pts)
+    _check_bitrate(mdia, table, sizes, deltas)
 
 
 def _sample_sizes(data: bytes, size: int) -> np.ndarray:
@@ -145,13 +146,18 @@ def _sample_sizes(data: bytes, size: int) -> np.ndarray:
         raise _Damaged(f"its table of sizes counts {count} frames and holds fewer: {REMUX}")
     if same:
         return np.full(count, same, np.int64)
-    return np.frombuffer(data, ">u4", count, 12).astype(np.int64)
+    sizes = np.frombuffer(data, ">u4", count, 12).astype(np.int64)
+    if not sizes.all():
+        raise _Damaged(f"frame {int(np.argmin(sizes))} holds no data: {REMUX}")
+    return sizes
 
 
-def _spread(runs: np.ndarray | None, count: int, kind: str) -> np.ndarray | None:
-    """Return the value of each sample from (length, value) runs."""
+def _spread(runs: np.ndarray | None, count: int, kind: str) -> np.ndarray:
+    """Return the value of each sample, int64 [count], from (length, value) runs."""
     if runs is None:
-        return None
+        if kind == "ctts":
+            return np.zeros(count, np.int64)
+        raise _Damaged(f"its index holds no {kind!r} box: {REMUX}")
     if runs[:, 0].sum() != count:
         raise _Damaged(f"its table {kind!r} counts {runs[:, 0].sum()} of {count} frames: {REMUX}")
     return np.repeat(runs[:, 1], runs[:, 0])
@@ -185,12 +191,11 @@ def _check_places(table: bytes, sizes: np.ndarray, size: int) -> None:
         raise _Damaged(f"its frames overlap in the file: {REMUX}")
 
 
-def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, offsets: np.ndarray) -> None:
-    """Refuse durations and times that contradict one another by more than half a frame."""
+def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, pts: np.ndarray) -> None:
+    """Refuse durations and times that contradict one another by half a frame or more."""
     rate, duration = _duration(_child(_child(track, "mdia"), "mdhd"), 12)
     movie_rate, _ = _duration(_child(movie, "mvhd"), 12)
     frame = max(float(np.median(deltas)), 1.0)
-    pts = np.cumsum(deltas) - deltas + offsets
     if not rate or not movie_rate:
         raise _Damaged(f"its time scale is 0: {REMUX}")
     if duration and not _fits(duration - deltas.sum(), frame):
@@ -198,19 +203,48 @@ def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, offsets: np.nda
             f"its header says {duration / rate:.6g} s and its frames last "
             f"{deltas.sum() / rate:.6g} s: {REMUX}"
         )
-    gaps = np.diff(np.sort(pts))
-    if (deltas[:-1] == frame).all() and (np.abs(gaps - frame) > max(1, frame / 20)).any():
+    if (deltas[:-1] == frame).all() and not evenly_spaced(pts, frame):
         raise _Damaged(f"decoding at a constant rate, it shows frames at other times: {REMUX}")
-    scale = rate / movie_rate
     _, shown = _duration(_child(track, "tkhd"), 16)
     edits = _edits(track)
-    total = deltas.sum() / scale if edits is None else sum(length for length, _ in edits)
-    if shown and not _fits((shown - total) * scale, frame, slack=(len(edits or []) + 1) * scale):
-        lasts, parts = shown / movie_rate, total / movie_rate
-        raise _Damaged(f"its track lasts {lasts:.6g} s and its parts {parts:.6g} s: {REMUX}")
-    end = (pts + deltas).max() + 1.1 * frame + scale
-    if any(start >= 0 and start + length * scale > end for length, start in edits or []):
-        raise _Damaged(f"its edit list reaches past its last frame: {REMUX}")
+    length = sum(e[0] for e in edits) if edits else deltas.sum() * movie_rate / rate
+    if shown and not _fits((shown - length) * rate / movie_rate, frame, slack=rate / movie_rate):
+        lasts = f"{shown / movie_rate:.6g} s and its parts {length / movie_rate:.6g} s"
+        raise _Damaged(f"its track lasts {lasts}: {REMUX}")
+    _check_edits(edits, deltas, pts, rate / movie_rate)
+
+
+def evenly_spaced(pts: np.ndarray, frame: float) -> bool:
+    """Say whether presentation times, in any order, stand one frame apart, to a twentieth."""
+    return bool((np.abs(np.diff(np.sort(pts)) - frame) <= max(1, frame / 20)).all())
+
+
+def _check_edits(
+    edits: list[tuple[int, int]], deltas: np.ndarray, pts: np.ndarray, scale: float
+) -> None:
+    """Refuse edits that reach past the last frame, or begin inside a frame."""
+    frame, end = float(np.median(deltas)), (pts + deltas).max()
+    shown = np.sort(pts)
+    for length, start in edits:
+        if start < 0:
+            continue
+        if start + length * scale > end + frame / 10 + scale:
+            raise _Damaged(f"its edit list reaches past its last frame: {REMUX}")
+        before = shown[max(int(np.searchsorted(shown, start, side="right")) - 1, 0)]
+        if 0 < start - before < frame * 0.95:
+            raise _Damaged("its edit list begins inside a frame: cut it between two, or re-encode")
+
+
+def _check_bitrate(mdia: bytes, table: bytes, sizes: np.ndarray, deltas: np.ndarray) -> None:
+    """Refuse a time scale that contradicts the bit rate which many muxers note beside the codec."""
+    entry = _child(table, "stsd")[8:]
+    noted = _children(entry[86:], "btrt")  # after the fixed part of a picture's entry
+    rate, _ = _duration(_child(mdia, "mdhd"), 12)
+    average = int.from_bytes(noted[0][8:12], "big") if noted else 0
+    if average and deltas.sum():
+        real = 8 * int(sizes.sum()) * rate / int(deltas.sum())
+        if abs(real / average - 1) > 0.05 and abs(real - average) > 1000:
+            raise _Damaged(f"it notes {average} bits a second and holds {real:.0f}: {REMUX}")
 
 
 def _duration(header: bytes, at: int) -> tuple[int, int]:
@@ -224,12 +258,12 @@ def _duration(header: bytes, at: int) -> tuple[int, int]:
     return scale, 0 if duration == 2 ** (8 * width) - 1 else duration
 
 
-def _edits(track: bytes) -> list[tuple[int, int]] | None:
+def _edits(track: bytes) -> list[tuple[int, int]]:
     """Return each edit's length in movie units and start in media units (-1: a pause)."""
     found = _children(track, "edts")
     data = _children(found[0], "elst") if found else []
     if not data:
-        return None
+        return []
     width = 8 if data[0][0] == 1 else 4
     count, entry = int.from_bytes(data[0][4:8], "big"), 2 * width + 4
     if len(data[0]) < 8 + count * entry:

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from av.container import InputContainer
 
-from wamlab.data.bitstream import packet_reader
-from wamlab.data.container import VideoError, check_mp4, refuse_unreadable
+from wamlab.data.bitstream import h264_display_order, packet_reader
+from wamlab.data.container import VideoError, check_mp4, evenly_spaced, refuse_unreadable
+from wamlab.data.matroska import check_matroska
 
 # A pause longer than this many median frames is a hole: no frame stands for the times inside it.
 HOLE = 4.0
@@ -208,6 +209,7 @@ def frame_times(path: str | Path) -> FrameTimes:
 def _scan(path: str) -> FrameTimes:
     refuse_unreadable(path)
     check_mp4(path)
+    check_matroska(path)
     try:
         with av.open(path, options={"err_detect": "crccheck"}) as file:
             stream = file.streams.best("video")
@@ -216,6 +218,7 @@ def _scan(path: str) -> FrameTimes:
             stream.thread_type, stream.codec_context.thread_count = "NONE", 1
             packets = [p for p in file.demux(stream) if p.size]
             _refuse_packets(path, stream, packets)
+            _refuse_times(path, stream, packets)
             file.seek(0, backward=True)
             picture = _first_picture(file, stream, path)
             return _assemble(path, stream, packets, picture)
@@ -245,6 +248,23 @@ def _refuse_packets(path: str, stream: av.VideoStream, packets: list[av.Packet])
             ) from error
         if packet.is_keyframe and key is False:
             raise VideoError(f"{path}: damaged: frame {number} is marked a keyframe and is none")
+
+
+def _refuse_times(path: str, stream: av.VideoStream, packets: list[av.Packet]) -> None:
+    """Refuse presentation times that contradict the decoding times or the pictures themselves."""
+    pts = np.array([p.pts for p in packets])
+    if (np.diff(pts) > 0).all():
+        return
+    dts = np.array([p.pts if p.dts is None else p.dts for p in packets])
+    steps = np.diff(dts)
+    even = len(steps) > 1 and steps[0] > 0 and (steps == steps[0]).all()
+    if even and not evenly_spaced(pts, float(steps[0])):
+        raise VideoError(f"{path}: damaged: decoded evenly, its frames show at uneven times")
+    codec = stream.codec_context
+    if codec.codec.canonical_name == "h264":
+        order = h264_display_order(codec.extradata, [bytes(p) for p in packets])
+        if order and sorted(range(len(pts)), key=order.__getitem__) != np.argsort(pts).tolist():
+            raise VideoError(f"{path}: damaged: its times contradict the order of its pictures")
 
 
 def _first_picture(file: InputContainer, stream: av.VideoStream, path: str) -> av.VideoFrame:
@@ -293,8 +313,8 @@ def _rotation(picture: av.VideoFrame, path: str) -> int:
         if data.type.name == "DISPLAYMATRIX":
             a, b, _, c, d, *_ = struct.unpack("<9i", bytes(data))
             turns = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 90, (-1, 0, 0, -1): 180, (0, 1, -1, 0): 270}
-            unit = max(abs(a), abs(b))
-            turn = turns.get(tuple(v // unit if v % unit == 0 else None for v in (a, b, c, d)))
+            unit = max(abs(a), abs(b), 1)
+            turn = turns.get(tuple(v / unit for v in (a, b, c, d)))
             if turn is None:
                 raise VideoError(f"{path}: its display matrix is no turn by 90, 180 or 270 degrees")
             return turn
