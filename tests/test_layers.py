@@ -14,8 +14,9 @@ ORDER = {
     "": "config draws hardware measure dist ffmpeg trace profiler",
     "model": "reference fused attention plan init dit flow_matching flops vae text image wam "
     "weights lora sampling",
-    "data": "embodiment container matroska bitstream frame_times decoder video lerobot "
-    "lerobot_write windows augment cache loader check transcode toy_render toy bench_decode",
+    "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
+    "metadata columns lerobot lerobot_write windows sampler augment cache loader check transcode "
+    "toy_arm toy_render toy bench_decode",
     "train": "optim optimizations communication memory checkpoint metrics config trainer deepspeed",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
