@@ -1,0 +1,53 @@
+"""`wamlab encode-prompts DATASET`: encode each distinct prompt once, for training to read."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from wamlab import dist
+from wamlab.config import lookup
+from wamlab.data.embodiment import EMBODIMENTS
+from wamlab.data.lerobot import LeRobotDataset
+from wamlab.model.prompt_cache import build_prompt_cache
+from wamlab.model.text import TEXT_SIZES, TextEncoder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `wamlab encode-prompts`."""
+    parser.add_argument("datasets", nargs="+", help="folders or hub ids of LeRobot data sets")
+    parser.add_argument("--embodiment", default="toy", help=", ".join(EMBODIMENTS))
+    parser.add_argument("--out", type=Path, default=Path("runs/prompts.safetensors"))
+    parser.add_argument("--text", default="tiny", help=f"encoder: {', '.join(TEXT_SIZES)}")
+    parser.add_argument("--weights", help="its checkpoint; without one, random weights")
+    parser.add_argument("--tokenizer", help="a folder or a Hugging Face name")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    parser.add_argument("--batch", type=int, default=16, help="prompts encoded at once")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Encode what the file lacks; an interrupted run continues where it stopped."""
+    device = dist.device(args.device)
+    robot = lookup(EMBODIMENTS, args.embodiment, "embodiment")
+    prompts = [p for root in args.datasets for p in LeRobotDataset(root, robot).prompts()]
+    encoder = TextEncoder(
+        args.text,
+        args.weights,
+        seed=args.seed,
+        tokenizer=args.tokenizer,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+    )
+    with tqdm(unit="prompt", desc="encode") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        cache = build_prompt_cache(args.out, prompts, encoder, batch=args.batch, progress=show)
+    rows = sum(len(rows) for _, rows in cache.rows())
+    size = args.out.stat().st_size / 2**20
+    print(f"{args.out}: {len(cache)} prompts, {rows} rows of {encoder.config.dim}, {size:.1f} MiB")
+    return 0
