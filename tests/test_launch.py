@@ -246,7 +246,7 @@ from collections import OrderedDict as Ordered
 STEPS = 3
 unused = object()
 
-def helper(x: "np.ndarray") -> float:
+def helper(x: np.ndarray) -> float:
     return math.sqrt(x) * STEPS
 
 class Base:
