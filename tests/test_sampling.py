@@ -202,6 +202,15 @@ def test_decoupled_noise_leaves_the_video_a_sketch():
     assert seen[0] == [999.0, 999.0]
 
 
+def test_every_step_can_be_watched():
+    sampler, steps = Sampler(build()), []
+    sampler.start(first_latent(), conditioning())
+    chunk = sampler.sample(states(), watch=lambda *now: steps.append(now))
+    assert len(steps) == 16
+    assert torch.equal(steps[-1][0], chunk.latents)
+    assert torch.equal(steps[-1][1], chunk.actions)
+
+
 def test_every_chunk_starts_from_the_same_noise():
     dit = build()
     assert torch.equal(sample(dit).latents, sample(dit).latents)

@@ -131,11 +131,14 @@ class Sampler:
         self._past.see(torch.cat([latents_BCFYX] * self._copies))
 
     @torch.no_grad()
-    def sample(self, state_BZS: Tensor) -> Chunk:
+    def sample(
+        self, state_BZS: Tensor, *, watch: Callable[[Tensor, Tensor], None] | None = None
+    ) -> Chunk:
         """Denoise the next chunk.
 
         Args:
             state_BZS: the robots' present states [B, num_state_per_block, max_state_dim].
+            watch: called after every step with the latents and actions as they then are.
 
         Raises:
             ConfigError: there is no context, it is full, or the last chunk was not observed.
@@ -157,6 +160,8 @@ class Sampler:
                 runs += 1
             video = video_run.step(video, velocities[0])
             action = action_run.step(action, velocities[1])
+            if watch is not None:
+                watch(video, action)
         self._frames += video.shape[2]
         return Chunk(actions=action, latents=video, dit_runs=runs)
 
