@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from wamlab.config import UserError, save_json
-from wamlab.dist import barrier, rank
+from wamlab.dist import rank
 
 MARKER = "complete.json"
 
@@ -33,7 +33,7 @@ class CheckpointError(UserError):
 
 
 class Checkpoints:
-    """The checkpoints of one run; every rank makes the same calls.
+    """The checkpoints of one run; every rank makes the same calls, in a process group.
 
     Args:
         folder: where the step folders are.
@@ -43,10 +43,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep: int, device: torch.device) -> None:
         self.folder, self.keep = Path(folder), keep
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
         # its own group: the writer's thread must not mix its collectives with the training's
-        self.group = None if alone else dist.new_group(backend="gloo")
-        self.alone = alone
+        self._group = dist.new_group(backend="gloo")
         self._stager = None
         if device.type == "cuda":
             self._stager = DefaultStager(StagingOptions(True, False, False, True))
@@ -67,12 +65,11 @@ class Checkpoints:
         if rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while writing
             path.mkdir(parents=True)
-        self._barrier()
+        dist.barrier(self._group)
         future = dcp.async_save(
             dict(state),
             checkpoint_id=path,
-            process_group=self.group,
-            no_dist=self.alone,
+            process_group=self._group,
             async_stager=self._stager,
         )
         self._running = (future, path, {"step": step, **meta}, time.perf_counter())
@@ -122,39 +119,37 @@ class Checkpoints:
         """Return the newest complete checkpoint."""
         return (self.complete() or [None])[-1]
 
-    def _barrier(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.group)
-
     def close(self) -> None:
         """Wait for the save that runs, mark it and let the staging memory go."""
         self.wait()
         if self._stager is not None:
             self._stager.close()
-        barrier()
 
 
-def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
+def read_marker(path: Path) -> dict[str, Any]:
+    """Return what a complete checkpoint's run noted beside it: `step` and the fields of its `meta`.
+
+    Raises:
+        CheckpointError: the checkpoint is not complete.
+    """
+    if not (path / MARKER).is_file():
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
+    return json.loads((path / MARKER).read_text())
+
+
+def load(path: Path, state: Mapping[str, Tensor]) -> None:
     """Load a checkpoint into the tensors of `state`, in place, whatever ranks wrote it.
 
     Args:
         path: a complete checkpoint.
         state: name -> live tensor, with the names that were saved.
 
-    Returns:
-        The marker: step and what the run noted beside it.
-
     Raises:
-        CheckpointError: no complete checkpoint, or names or shapes that differ; checked before any
-            tensor changes.
+        CheckpointError: names or shapes that differ; checked before any tensor changes.
     """
-    if not (path / MARKER).is_file():
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     _compare({n: tuple(m.size) for n, m in stored.items()}, state, path)
-    alone = not dist.is_initialized()
-    dcp.load(dict(state), checkpoint_id=path, no_dist=alone)
-    return json.loads((path / MARKER).read_text())
+    dcp.load(dict(state), checkpoint_id=path)
 
 
 def _compare(

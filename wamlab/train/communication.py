@@ -16,19 +16,17 @@ from wamlab.dist import process_group
 
 
 @contextlib.contextmanager
-def training_group(
-    device: torch.device, *, sharded: bool, timeout_s: float = 600.0
-) -> Iterator[None]:
+def training_group(device: torch.device, timeout_s: float = 600.0) -> Iterator[None]:
     """Join the run's process group for a training run.
 
-    One process that shards (for FSDP2's mixed precision on one GPU) gets a group of one over an
-    in-process store; a group that the caller has already made is used as it is.
+    One process without torchrun gets a group of one over an in-process store: FSDP2's mixed
+    precision and the checkpoint writer need one. A group that the caller has made is used as it is.
     """
     if dist.is_initialized():
         yield
         return
     with process_group(device, timeout_s):
-        alone = sharded and not dist.is_initialized()
+        alone = not dist.is_initialized()
         if alone:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -64,7 +62,7 @@ def data_mesh(device: torch.device, replicate: int = 1) -> DeviceMesh:
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Average over ranks the gradients that FSDP2 does not: those of plain parameters, in one flat
     all-reduce a dtype."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -89,7 +87,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        alone = dist.get_world_size() == 1
         self._group = None if alone else dist.new_group(backend="gloo")
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._before: dict[int, object] = {}

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from wamlab.config import ConfigError, from_dict, replace, save_json
 from wamlab.data.loader import Loader
@@ -24,7 +23,7 @@ from wamlab.dist import print0, rank
 from wamlab.draws import Draws
 from wamlab.measure import Record, StepClock, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.wam import WorldActionModel
-from wamlab.train.checkpoint import CheckpointError, Checkpoints, load
+from wamlab.train.checkpoint import CheckpointError, Checkpoints, load, read_marker
 from wamlab.train.communication import StopSignal, average_gradients, data_mesh, training_group
 from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES, TRACKERS, StepLog, StepNumbers
@@ -44,13 +43,12 @@ def train(config: TrainConfig | Mapping[str, Any]) -> Record:
     """
     if not isinstance(config, TrainConfig):
         config = from_dict(TrainConfig, config)
-    sharded = build_plan(build_optimizations(config.optimizations)).fsdp is not None
-    with training_group(pick_device(config.device), sharded=sharded, timeout_s=config.timeout_s):
+    with training_group(pick_device(config.device), config.timeout_s):
         return Trainer(config).fit()
 
 
 class Trainer:
-    """One training run on this rank; inside `training_group` when it has ranks or shards.
+    """One training run on this rank; made inside `training_group`.
 
     Args:
         config: the run.
@@ -62,7 +60,7 @@ class Trainer:
         self, config: TrainConfig, model: nn.Module | None = None, loader: Any = Loader
     ) -> None:
         self.config, self.device = config, pick_device(config.device)
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.world = dist.get_world_size()
         self.optimizations = build_optimizations(config.optimizations)
         check_needs(self.optimizations, self.device)
         self.plan = build_plan(self.optimizations)
@@ -228,7 +226,7 @@ class Trainer:
         if done == self.first_step + config.warmup_steps:
             synchronize(self.device)
             reset_peak(self.device)
-            self._graphs = counters["stats"]["unique_graphs"]
+            self._graphs = self._compiled_graphs()
             self.log.restart()
         if last or done % config.log_every == 0:
             self.log.flush(self.checkpoints and self.checkpoints.latest())
@@ -254,13 +252,14 @@ class Trainer:
         latest = self.checkpoints.latest() if self.config.resume else None
         steps = self.out / "steps.jsonl"
         if latest:
-            marker = load(latest, self.state())
+            marker = read_marker(latest)
             for key in ("seed", "global_batch"):
                 if marker[key] != getattr(self.config, key):
                     raise CheckpointError(
                         f"{latest} was trained with {key} {marker[key]}, this run has "
                         f"{getattr(self.config, key)}: the samples would differ; use another `out`"
                     )
+            load(latest, self.state())
             self.step_count = self.first_step = marker["step"]
             print0(f"resumed from {latest}")
         if rank() == 0:
@@ -299,6 +298,13 @@ class Trainer:
         self.log.discard()
         return self.clock.median_ms()
 
+    def _compiled_graphs(self) -> int:
+        if not self.plan.compile:
+            return 0
+        from torch._dynamo.utils import counters  # importing Dynamo takes 2 s
+
+        return counters["stats"]["unique_graphs"]
+
     def _result(self, parts_ms: dict[str, float] | None, reason: str | None) -> Record:
         model, fresh = self.config.model, self.log.records[self.config.warmup_steps :]
         if not fresh:
@@ -321,7 +327,7 @@ class Trainer:
             parts_ms=parts_ms,
             first_step_s=self.first_step_s,
             losses=tuple(r.loss for r in self.log.records),
-            extra={"recompiles": counters["stats"]["unique_graphs"] - self._graphs},
+            extra={"recompiles": self._compiled_graphs() - self._graphs},
         )
         return stamp(replace(record, self.log.summary(fresh)))
 
