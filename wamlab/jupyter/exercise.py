@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from wamlab.config import unknown_name
-from wamlab.jupyter import exercises_machine
+from wamlab.jupyter import exercises_machine, exercises_model
 from wamlab.jupyter._exercise import Exercise
 
-EXERCISES: dict[str, Exercise] = {**exercises_machine.EXERCISES}
+EXERCISES: dict[str, Exercise] = {
+    **exercises_machine.EXERCISES,
+    **exercises_model.EXERCISES,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
