@@ -141,9 +141,10 @@ def compare(record: Record, base: Record | None, tolerance: float) -> Record:
         why = f"{len(record.losses)} losses against the baseline's {len(base.losses)}"
         return dataclasses.replace(record, wrong=why)
     pairs = zip(record.losses, base.losses)
-    worst = max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)
+    far = [abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs]
+    worst = max(far, key=lambda f: (f != f, f))  # NaN is the worst of all
     wrong = None
-    if not worst <= tolerance:  # also when a loss is NaN
+    if not worst <= tolerance:
         wrong = f"losses differ by {worst:.1e}, allowed {tolerance:.0e}"
     return dataclasses.replace(record, loss_rel_diff=worst, wrong=wrong)
 

@@ -17,7 +17,7 @@ from wamlab.config import ConfigError
 from wamlab.jupyter.table import baseline, speedup
 from wamlab.measure import Record
 
-GREY, INK = "#8a8f98", "#22262b"
+GREY, INK = "#6b7280", "#22262b"
 COLOURS: dict[str | None, str] = {
     None: GREY,
     "compute": "#0072b2",
