@@ -8,6 +8,7 @@ Coordinates: metres, z up, the table top is z = 0. Cameras look along their thir
 run along the second. Rays and points are kept as three planes, [3, h, w] or [3, N], float32.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -210,23 +211,30 @@ class Camera:
         return cls(view, position, rotation)
 
     def rectangle(self, spheres: Spheres) -> tuple[slice, slice] | None:
-        """Return the rows and columns that may show the spheres, None when there are none."""
-        height, width = self.view.size
-        low, high = [height, width], [0, 0]
-        for center, radius in spheres:
-            x, y, z = ((center - self.position) @ self.rotation).tolist()
-            if z < -radius:
-                continue
-            if z < 1.5 * radius:
-                return slice(0, height), slice(0, width)
-            reach = self.view.focal * radius * 1.5 / (z - radius) + 1
-            for i, v in enumerate((y, x)):
-                middle = v / z * self.view.focal + self.view.size[i] / 2
-                low[i] = min(low[i], max(int(middle - reach), 0))
-                high[i] = max(high[i], min(int(middle + reach) + 1, self.view.size[i]))
+        """Return the rows and columns that may show the spheres and all between them, or None."""
+        size, focal = self.view.size, self.view.focal
+        local = [(((c - self.position) @ self.rotation).tolist(), r) for c, r in spheres]
+        low, high = [0, 0], list(size)
+        for axis, half in ((1, size[0] / 2), (0, size[1] / 2)):  # rows follow y, columns x
+            slant = math.hypot(focal, half)
+            for side in (-1, 1):  # all of them beyond one side of what the camera sees
+                if all(side * p[axis] * focal - p[2] * half > r * slant for p, r in local):
+                    return None
+            if any(p[2] < 1.02 * r for p, r in local):
+                continue  # it touches the camera: anywhere
+            ends = [edge for p, r in local for edge in _shadow_edges(p[axis], p[2], r)]
+            low[1 - axis] = max(int(min(ends) * focal + half - 1), 0)
+            high[1 - axis] = min(int(max(ends) * focal + half + 2), size[1 - axis])
         if high[0] <= low[0] or high[1] <= low[1]:
             return None
         return slice(low[0], high[0]), slice(low[1], high[1])
+
+
+def _shadow_edges(x: float, z: float, radius: float) -> tuple[float, float]:
+    """Return where the two tangents from the camera to a circle at (x, z) cross the line z = 1."""
+    root = radius * math.sqrt(max(x * x + z * z - radius * radius, 0.0))
+    depth = z * z - radius * radius
+    return (x * z - root) / depth, (x * z + root) / depth
 
 
 def render(camera: Camera, primitives: list[Primitive], *, static: bool) -> np.ndarray:
