@@ -1,0 +1,53 @@
+"""`wamlab bench dit`: the DiT's forward and backward alone."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from wamlab.measure import append_jsonl
+from wamlab.model.dit import MODEL_SIZES
+from wamlab.train.bench_dit import DiTCase, measure_dit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `wamlab bench dit`."""
+    parser.add_argument("--size", default="tiny", help=f"one of {', '.join(MODEL_SIZES)}")
+    parser.add_argument("--layers", type=int, help="fewer blocks of the true width")
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--way", default="official", choices=("official", "eager", "compiled"))
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--recompute", default="none", help="none, selective, full or every-K")
+    parser.add_argument("--cuda-graph", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="append the record to this JSONL file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure one case and print it."""
+    on_gpu = torch.cuda.is_available()
+    record = measure_dit(
+        DiTCase(
+            name=args.way,
+            size=args.size,
+            layers=args.layers,
+            micro_batch=args.micro_batch,
+            way=args.way,
+            attention=args.attention,
+            recompute=args.recompute,
+            cuda_graph=args.cuda_graph,
+            repeats=args.repeats,
+            precision="bf16" if on_gpu else "fp32",
+            device="cuda" if on_gpu else "cpu",
+        )
+    )
+    time = record.step_ms
+    mfu = "n/a" if record.mfu is None else f"{record.mfu:.1%}"
+    print(
+        f"{args.way} {args.size} micro-batch {args.micro_batch}: {time.median:.1f} ms "
+        f"({time.q25:.1f} to {time.q75:.1f}, n={time.n}), {record.samples_per_s:.2f} samples/s, "
+        f"MFU {mfu}, peak {record.peak_gib:.1f} GiB, first call {record.first_step_s:.1f} s"
+    )
+    if args.out:
+        append_jsonl(args.out, [record])
+    return 0

@@ -1,0 +1,211 @@
+"""The DiT's forward and backward alone, from embeddings to heads: scope "dit".
+
+Inputs are random numbers of the true shapes; the loss is the outputs' dot product with fixed random
+weights, so nothing but the network is timed. Parameters and gradients are in the compute dtype.
+"""
+
+import dataclasses
+import time
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from wamlab.config import ConfigError, lookup, replace
+from wamlab.measure import (
+    Record,
+    device_name,
+    measure_ms,
+    mfu,
+    peak_gib,
+    reset_peak,
+    stamp,
+    synchronize,
+)
+from wamlab.model.dit import MODEL_SIZES, PUBLIC, DiTConfig, ModelOptions, WorldActionDiT
+from wamlab.model.flops import flops
+from wamlab.train.optimizations import StepPlan
+from wamlab.train.wrap import wrap
+
+LATENTS: dict[str, tuple[int, int]] = {
+    "tiny": (4, 8),
+    "small": (10, 20),
+    "dreamzero-5b": (10, 20),
+    "dreamzero-14b": (44, 80),
+}
+FRAMES = 9  # 33 video frames
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiTCase:
+    """One timed configuration of the DiT."""
+
+    name: str
+    size: str = "tiny"
+    layers: int | None = None
+    micro_batch: int = 1
+    way: Literal["official", "eager", "compiled"] = "official"
+    attention: str = "auto"
+    recompute: str = "none"
+    cuda_graph: bool = False
+    precision: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    prompt_rows: int = 100
+    warmup: int = 3
+    repeats: int = 10
+
+    def __post_init__(self) -> None:
+        lookup(MODEL_SIZES, self.size, "model size")
+        if self.cuda_graph and self.device != "cuda":
+            raise ConfigError("cuda_graph needs device 'cuda'")
+
+
+def measure_dit(case: DiTCase) -> Record:
+    """Build the network, warm it up, and time forward and backward together.
+
+    Returns:
+        A record of scope "dit"; `first_step_s` is the first call, compilation included.
+    """
+    torch._dynamo.reset()  # another case's graphs would count against the limit of recompiles
+    dev, config = torch.device(case.device), _config(case)
+    torch.manual_seed(0)
+    with torch.device(dev):
+        model = WorldActionDiT(config, _options(case))
+    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    model = model.to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():  # a zero head would hide a wrong backward
+            if not p.any():
+                p.normal_(std=0.02)
+    mode = "full" if case.way == "official" else case.recompute
+    plan = StepPlan(recompute=mode, compile=case.way == "compiled")
+    wrap(model, plan, None, case.precision)
+    inputs = random_inputs(config, case, dev=dev, dtype=dtype)
+    weights = [torch.randn_like(out, dtype=torch.float32) for out in _outputs_like(inputs)]
+
+    def step() -> Tensor:
+        outputs = model(**inputs)
+        loss = sum((out * w).float().sum() for out, w in zip(outputs, weights))
+        loss.backward()
+        return loss
+
+    start = time.perf_counter()
+    loss = step().item()
+    first_step_s = time.perf_counter() - start
+    run = _capture(model, step) if case.cuda_graph else _clearing(model, step)
+    reset_peak(dev)
+    timing = measure_ms(run, dev=dev, warmup=case.warmup, repeats=case.repeats)
+    model_flops = flops(config, 1, latent_hw=LATENTS[case.size]) * case.micro_batch
+    seconds = timing.median / 1e3
+    return stamp(
+        Record(
+            name=case.name,
+            scope="dit",
+            dimension=None if case.way == "official" else "compute",
+            model=case.size,
+            layers=case.layers,
+            device=device_name(dev),
+            world_size=1,
+            micro_batch=case.micro_batch,
+            precision=case.precision,
+            recompute=mode,
+            optimizations=_names(case),
+            step_ms=timing,
+            samples_per_s=case.micro_batch / seconds,
+            samples_per_s_per_gpu=case.micro_batch / seconds if case.device == "cuda" else None,
+            mfu=mfu(model_flops, seconds, dev, case.precision),
+            peak_gib=peak_gib(dev),
+            first_step_s=first_step_s,
+            extra={
+                "model_tflops_per_s": model_flops / seconds / 1e12,
+                "attention": case.attention,
+                "output_sum": loss,
+            },
+        )
+    )
+
+
+def _config(case: DiTCase) -> DiTConfig:
+    config = MODEL_SIZES[case.size]
+    return config if case.layers is None else replace(config, num_layers=case.layers)
+
+
+def _options(case: DiTCase) -> ModelOptions:
+    if case.way == "official":
+        return PUBLIC
+    impl = "fused" if case.way == "compiled" else "reference"
+    return ModelOptions(impl=impl, attention=case.attention)
+
+
+def _names(case: DiTCase) -> tuple[str, ...]:
+    names = {"official": (), "eager": ("shortcuts",), "compiled": ("shortcuts", "compile")}
+    return names[case.way] + (("cuda_graph",) if case.cuda_graph else ())
+
+
+def random_inputs(
+    config: DiTConfig, case: DiTCase, *, dev: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return one training call's arguments, random; the times of a block are shared."""
+    batch, (height, width) = case.micro_batch, LATENTS[case.size]
+    blocks = (FRAMES - 1) // config.num_frame_per_block
+    per_action = config.num_action_per_block
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, device=dev, dtype=dtype)
+
+    time_BK = torch.rand(batch, blocks, device=dev) * 999
+    first_B1 = torch.rand(batch, 1, device=dev) * 999
+    rows = min(case.prompt_rows, config.text_len)
+    context = randn(config.text_len, config.text_dim)
+    context[:, rows:] = 0
+    inputs = {
+        "x": randn(config.out_dim, FRAMES, height, width),
+        "clean_x": randn(config.out_dim, FRAMES, height, width),
+        "timestep": torch.cat(
+            [first_B1, time_BK.repeat_interleave(config.num_frame_per_block, 1)], 1
+        ),
+        "action": randn(blocks * per_action, config.action_dim),
+        "timestep_action": time_BK.repeat_interleave(per_action, 1),
+        "state": randn(blocks * config.num_state_per_block, config.max_state_dim),
+        "context": context,
+        "clip_feature": randn(257, config.clip_dim),
+        "context_length": torch.full((batch,), rows),
+        "coupled_times": True,
+    }
+    if config.concat_first_frame_latent:
+        inputs["y"] = randn(4 + config.out_dim, FRAMES, height, width)
+    return inputs
+
+
+def _outputs_like(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    height, width = (2 * (n // 2) for n in inputs["x"].shape[-2:])
+    return inputs["x"][..., :height, :width], inputs["action"]
+
+
+def _clearing(model: WorldActionDiT, step: Any) -> Any:
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step()
+
+    return run
+
+
+def _capture(model: WorldActionDiT, step: Any) -> Any:
+    """Return the replay of one CUDA graph that holds forward and backward.
+
+    Gradients must not exist at capture: then the graph writes them afresh in every replay, instead
+    of adding to what lies there.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    synchronize("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
