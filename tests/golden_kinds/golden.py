@@ -72,10 +72,11 @@ def assert_gradients_close(
 
 
 def smallest_of_kind(golden: Golden) -> bool:
-    """Whether it is the smallest of its folder's goldens of its kind."""
-    same = [
-        other.path
-        for other in (Golden(p, ()) for p in golden.path.parent.glob("*.safetensors"))
-        if other.sidecar.get("kind") == golden.sidecar["kind"]
-    ]
-    return golden.path == min(same, key=lambda path: (path.stat().st_size, path.name))
+    """Whether no known golden of its kind is smaller."""
+    files = {path.stem: path for folder in golden.folders for path in folder.glob("*.safetensors")}
+    same = [path for path in files.values() if _kind(path) == _kind(golden.path)]
+    return golden.name == min(same, key=lambda path: (path.stat().st_size, path.name)).stem
+
+
+def _kind(path: Path) -> str | None:
+    return json.loads(path.with_suffix(".json").read_text()).get("kind")
