@@ -17,7 +17,7 @@ BITS = 10
 def picture(number: int, height: int = 96, width: int = 160) -> np.ndarray:
     """Return frame `number`, uint8 [H, W, 3]."""
     bars = np.array([220 if number >> bit & 1 else 30 for bit in range(BITS)], np.uint8)
-    row = np.repeat(bars, width // BITS)
+    row = bars[np.minimum(np.arange(width) // (width // BITS), BITS - 1)]
     return np.broadcast_to(row[None, :, None], (height, width, 3)).copy()
 
 

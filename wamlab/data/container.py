@@ -126,6 +126,8 @@ def _table(table: bytes, kind: str, columns: int) -> np.ndarray | None:
 def _check_track(movie: bytes, track: bytes, size: int) -> None:
     mdia = _child(track, "mdia")
     table = _child(_child(mdia, "minf"), "stbl")
+    if not _duration(_child(mdia, "mdhd"), 12)[0] or not _duration(_child(movie, "mvhd"), 12)[0]:
+        raise _Damaged(f"its time scale is 0: {REMUX}")
     sizes = _sample_sizes(_child(table, "stsz"), size)
     if not len(sizes):
         return  # fragmented: its samples stand elsewhere
@@ -137,7 +139,7 @@ def _check_track(movie: bytes, track: bytes, size: int) -> None:
         raise _Damaged(f"its table of keyframes is not ascending: {REMUX}")
     pts = np.cumsum(deltas) - deltas + offsets.astype(np.int32)
     _check_times(movie, track, deltas, pts)
-    _check_bitrate(mdia, table, sizes, deltas)
+    _check_bitrate(movie, track, sizes, deltas)
 
 
 def _sample_sizes(data: bytes, size: int) -> np.ndarray:
@@ -196,8 +198,6 @@ def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, pts: np.ndarray
     rate, duration = _duration(_child(_child(track, "mdia"), "mdhd"), 12)
     movie_rate, _ = _duration(_child(movie, "mvhd"), 12)
     frame = max(float(np.median(deltas)), 1.0)
-    if not rate or not movie_rate:
-        raise _Damaged(f"its time scale is 0: {REMUX}")
     if duration and not _fits(duration - deltas.sum(), frame):
         raise _Damaged(
             f"its header says {duration / rate:.6g} s and its frames last "
@@ -205,6 +205,7 @@ def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, pts: np.ndarray
         )
     if (deltas[:-1] == frame).all() and not evenly_spaced(pts, frame):
         raise _Damaged(f"decoding at a constant rate, it shows frames at other times: {REMUX}")
+    _check_variable(deltas, pts)
     _, shown = _duration(_child(track, "tkhd"), 16)
     edits = _edits(track)
     length = sum(e[0] for e in edits) if edits else deltas.sum() * movie_rate / rate
@@ -212,6 +213,20 @@ def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, pts: np.ndarray
         lasts = f"{shown / movie_rate:.6g} s and its parts {length / movie_rate:.6g} s"
         raise _Damaged(f"its track lasts {lasts}: {REMUX}")
     _check_edits(edits, deltas, pts, rate / movie_rate)
+
+
+def _check_variable(deltas: np.ndarray, pts: np.ndarray) -> None:
+    """Refuse a few frames that show when no frame is decoded, while all others follow that rule.
+
+    Encoders that reorder frames take decoding times from the presentation times, some frames late.
+    """
+    dts, shown = np.cumsum(deltas) - deltas, np.sort(pts)
+    late = np.flatnonzero(dts == shown[0])
+    if not len(late) or (deltas[:-1] == deltas[0]).all() or (pts == dts).all():
+        return
+    off = int((shown[: len(shown) - late[0]] != dts[late[0] :]).sum())
+    if 0 < off <= len(shown) / 10:
+        raise _Damaged(f"{off} of its {len(shown)} frames show at odd times: {REMUX}")
 
 
 def evenly_spaced(pts: np.ndarray, frame: float) -> bool:
@@ -223,28 +238,40 @@ def _check_edits(
     edits: list[tuple[int, int]], deltas: np.ndarray, pts: np.ndarray, scale: float
 ) -> None:
     """Refuse edits that reach past the last frame, or begin inside a frame."""
-    frame, end = float(np.median(deltas)), (pts + deltas).max()
-    shown = np.sort(pts)
+    frame, shown = float(np.median(deltas)), np.sort(pts)
     for length, start in edits:
         if start < 0:
             continue
-        if start + length * scale > end + frame / 10 + scale:
+        end = start + length * scale
+        # the last frame shown need not be the last decoded, so its own length is not known here
+        if end > shown[-1] + 2 * max(frame, deltas[-1]) + scale:
             raise _Damaged(f"its edit list reaches past its last frame: {REMUX}")
-        before = shown[max(int(np.searchsorted(shown, start, side="right")) - 1, 0)]
-        if 0 < start - before < frame * 0.95:
+        first = int(np.searchsorted(shown, start))
+        if 0 < first < len(shown) and shown[first] - start > frame / 20:
             raise _Damaged("its edit list begins inside a frame: cut it between two, or re-encode")
+        kept = int(np.searchsorted(shown, end))
+        gaps = np.diff(shown[max(kept - 8, 0) : kept + 1])
+        far = len(gaps) > 1 and gaps[-1] > 1.5 * gaps[:-1].max()
+        if kept < len(shown) and (far or shown[0] - start > frame / 2):
+            raise _Damaged(f"its edit list leaves out frames at odd places: {REMUX}")
 
 
-def _check_bitrate(mdia: bytes, table: bytes, sizes: np.ndarray, deltas: np.ndarray) -> None:
-    """Refuse a time scale that contradicts the bit rate which many muxers note beside the codec."""
-    entry = _child(table, "stsd")[8:]
+def _check_bitrate(movie: bytes, track: bytes, sizes: np.ndarray, deltas: np.ndarray) -> None:
+    """Refuse a time scale that contradicts the bit rate, where an edit list hides its other mark.
+
+    FFmpeg's muxer notes the bit rate that it found (buffer and average 0) beside the codec; other
+    values are an encoder's aim, which proves nothing.
+    """
+    mdia, edits = _child(track, "mdia"), _edits(track)
+    rate, movie_rate = (_duration(h, 12)[0] for h in (_child(mdia, "mdhd"), _child(movie, "mvhd")))
+    if sum(length for length, _ in edits) * rate / movie_rate > 0.95 * deltas.sum() or not edits:
+        return  # the whole track is shown: its length has been compared
+    entry = _child(_child(_child(mdia, "minf"), "stbl"), "stsd")[8:]
     noted = _children(entry[86:], "btrt")  # after the fixed part of a picture's entry
-    rate, _ = _duration(_child(mdia, "mdhd"), 12)
-    average = int.from_bytes(noted[0][8:12], "big") if noted else 0
-    if average and deltas.sum():
-        real = 8 * int(sizes.sum()) * rate / int(deltas.sum())
-        if abs(real / average - 1) > 0.05 and abs(real - average) > 1000:
-            raise _Damaged(f"it notes {average} bits a second and holds {real:.0f}: {REMUX}")
+    if noted and noted[0][:4] == noted[0][8:12] == b"\0\0\0\0":
+        real, found = 8 * sizes.sum() * rate / deltas.sum(), int.from_bytes(noted[0][4:8], "big")
+        if found and abs(real / found - 1) > 0.05:
+            raise _Damaged(f"it notes {found} bits a second and holds {real:.0f}: {REMUX}")
 
 
 def _duration(header: bytes, at: int) -> tuple[int, int]:

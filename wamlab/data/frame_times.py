@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from av.container import InputContainer
 
-from wamlab.data.bitstream import h264_display_order, packet_reader
+from wamlab.data.bitstream import h264_display_order, packet_check
 from wamlab.data.container import VideoError, check_mp4, evenly_spaced, refuse_unreadable
 from wamlab.data.matroska import check_matroska
 
@@ -229,34 +229,36 @@ def _scan(path: str) -> FrameTimes:
 
 
 def _refuse_packets(path: str, stream: av.VideoStream, packets: list[av.Packet]) -> None:
-    """Refuse packets that were cut, carry no time, or are no keyframes where the file says so."""
+    """Refuse packets that were cut or carry no time."""
     readable = sum(not p.is_corrupt for p in packets)
     if not packets or readable < len(packets):
         raise VideoError(f"{path}: damaged: {readable} of {len(packets)} frames are readable")
     codec = stream.codec_context
-    read = packet_reader(codec.codec.canonical_name, codec.extradata)
+    check = packet_check(codec.codec.canonical_name, codec.extradata)
     for number, packet in enumerate(packets):
         if packet.pts is None:
             raise VideoError(f"{path}: frame {number} carries no presentation time")
-        if read is None:
-            continue
         try:
-            key = read(bytes(packet))
+            if check is not None:
+                check(bytes(packet))
         except ValueError as error:
             raise VideoError(
                 f"{path}: damaged at frame {number} of {len(packets)} in decoding order: {error}"
             ) from error
-        if packet.is_keyframe and key is False:
-            raise VideoError(f"{path}: damaged: frame {number} is marked a keyframe and is none")
 
 
 def _refuse_times(path: str, stream: av.VideoStream, packets: list[av.Packet]) -> None:
     """Refuse presentation times that contradict the decoding times or the pictures themselves."""
     pts = np.array([p.pts for p in packets])
-    if (np.diff(pts) > 0).all():
-        return
     dts = np.array([p.pts if p.dts is None else p.dts for p in packets])
     steps = np.diff(dts)
+    if stream.frames == 0 and "mp4" in stream.container.format.name:  # fragments have own clocks
+        late = np.abs(steps - [p.duration or 0 for p in packets[:-1]]) > 1
+        if late.any():
+            at = float(dts[int(np.argmax(late))] * stream.time_base)
+            raise VideoError(f"{path}: damaged: its fragments do not follow each other at {at:g} s")
+    if (np.diff(pts) > 0).all():
+        return
     even = len(steps) > 1 and steps[0] > 0 and (steps == steps[0]).all()
     if even and not evenly_spaced(pts, float(steps[0])):
         raise VideoError(f"{path}: damaged: decoded evenly, its frames show at uneven times")
