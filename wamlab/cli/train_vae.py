@@ -1,0 +1,25 @@
+"""`wamlab train-vae DATASET`: train the tiny VAE on a data set's videos."""
+
+import argparse
+import dataclasses
+
+from wamlab.train.train_vae import VAETrainConfig, train_vae
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `wamlab train-vae`."""
+    default = {f.name: f.default for f in dataclasses.fields(VAETrainConfig)}
+    parser.add_argument("datasets", nargs="+", help="folders or hub ids of LeRobot data sets")
+    for name in ("embodiment", "decoder", "out", "log", "device"):
+        parser.add_argument(f"--{name}", default=default[name])
+    parser.add_argument("--minutes", type=float, default=default["minutes"])
+    parser.add_argument("--steps", type=int, help="train this many steps instead of by the clock")
+    parser.add_argument("--clips", type=int, default=default["clips"], help="9-frame clips a step")
+    parser.add_argument("--lr", type=float, default=default["lr"])
+    parser.add_argument("--seed", type=int, default=default["seed"])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and save; the last line gives the held-out PSNR."""
+    train_vae(VAETrainConfig(**vars(args) | {"datasets": tuple(args.datasets)}))
+    return 0
