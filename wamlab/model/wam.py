@@ -66,7 +66,7 @@ class WAMConfig:
     target_hw: tuple[int, int] | None = None
     seed: int = 0
     noise: Literal["standard", "decoupled", "high_noise"] = "standard"
-    encoder_precision: Literal["fp32", "bf16"] = "fp32"
+    encoder_precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU
     vae_weights: str | None = None  # a public checkpoint; null: random weights from the seed
     text_weights: str | None = None
     image_weights: str | None = None
@@ -125,7 +125,9 @@ class WorldActionModel(nn.Module):
 
     def _build_encoders(self, config: WAMConfig, device: torch.device) -> None:
         sizes = config.encoders
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.encoder_precision]
+        auto = "bf16" if device.type == "cuda" else "fp32"
+        precision = auto if config.encoder_precision == "auto" else config.encoder_precision
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         made = {"seed": config.seed, "device": device, "dtype": dtype}
         self.vae = load_vae(sizes.vae, config.vae_weights, encoder_only=True, **made)
         self.image = ImageEncoder(sizes.image, config.image_weights, **made)
