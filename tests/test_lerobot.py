@@ -323,7 +323,7 @@ def test_a_worker_gets_the_folder_not_the_data(made):
     other = pickle.loads(sent)
     rows = np.arange(50)
     np.testing.assert_array_equal(other.action(rows), data.action(rows))
-    assert isinstance(other.columns.arrays["action"], np.memmap)
+    assert isinstance(other.columns.arrays["action"].base, np.memmap)
 
 
 def test_relative_actions_are_normalised_by_relative_statistics(copy):

@@ -296,7 +296,7 @@ def _file(column: str) -> str:
 
 
 def _load(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r")
+    return np.load(path, mmap_mode="r").view(np.ndarray)  # np.memmap's own indexing is slow
 
 
 def _load_bytes(path: Path) -> np.ndarray:

@@ -7,6 +7,7 @@ slices given here.
 import ast
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import ftfy
@@ -139,6 +140,7 @@ class Embodiment:
         return self.prompt.format(instruction=clean_instruction(instruction), views=self.views_text)
 
 
+@lru_cache(maxsize=4096)
 def clean_instruction(text: str) -> str:
     """Return a task in lower case, on one line, without a full stop.
 

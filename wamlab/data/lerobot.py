@@ -21,7 +21,7 @@ from wamlab.data.codec import Codec
 from wamlab.data.columns import Columns, default_cache, open_columns
 from wamlab.data.embodiment import Embodiment, Part
 from wamlab.data.metadata import DatasetError, VideoSpan
-from wamlab.data.normalize import Statistics, relative_rows
+from wamlab.data.normalize import MAX_ROWS, Statistics, relative_rows
 
 RELATIVE_EPISODES, RELATIVE_SEED = 10_000, 42  # how many episodes relative statistics are taken of
 
@@ -245,10 +245,12 @@ class LeRobotDataset:
         return self._computed(name, lambda: self._relative(part))
 
     def _relative(self, part: Part) -> np.ndarray:
-        """Return the relative actions of up to 10,000 random episodes, [N, D]."""
+        """Return the relative actions of up to 10,000 random episodes, [N, D], about 2 million."""
         state = next(p for p in self.embodiment.state if p.name == part.name)
         count = len(self.episodes)
         chosen = np.random.default_rng(RELATIVE_SEED).permutation(count)[:RELATIVE_EPISODES]
+        total = np.maximum(self.episodes.lengths[chosen] - self.embodiment.horizon, 0).sum()
+        every = -(-int(total) * self.embodiment.horizon // MAX_ROWS) or 1
         found = []
         for episode in np.sort(chosen):
             rows = slice(*(int(o) for o in self.episodes.offsets[episode : episode + 2]))
@@ -257,6 +259,7 @@ class LeRobotDataset:
                     _two_axes(self.columns.arrays[part.column][rows])[:, part.start : part.end],
                     _two_axes(self.columns.arrays[state.column][rows])[:, state.start : state.end],
                     self.embodiment.horizon,
+                    every=every,
                 )
             )
         rows = np.concatenate(found)

@@ -118,16 +118,19 @@ NORMALIZATIONS: dict[str, Normalization] = {
 }
 
 
-def relative_rows(action_TD: np.ndarray, state_TD: np.ndarray, horizon: int) -> np.ndarray:
+def relative_rows(
+    action_TD: np.ndarray, state_TD: np.ndarray, horizon: int, *, every: int = 1
+) -> np.ndarray:
     """Return every action of an episode minus the state at its block's start, for every start.
 
     Args:
         action_TD, state_TD: [T, D] in the same units.
         horizon: H, steps a block.
+        every: take each n-th start only.
 
     Returns:
         [(T - H) * H, D]: start i of 0..T-H-1, step j of 0..H-1 gives action[i+j] - state[i].
     """
-    starts = np.arange(max(len(action_TD) - horizon, 0))
+    starts = np.arange(0, max(len(action_TD) - horizon, 0), every)
     steps = starts[:, None] + np.arange(horizon)
     return (action_TD[steps] - state_TD[starts][:, None]).reshape(-1, action_TD.shape[1])

@@ -255,7 +255,7 @@ class WindowDataset:
             with partial.open("wb") as file:
                 np.save(file, np.stack([built.starts, built.ends]))
             partial.replace(path)
-        starts, ends = np.load(path, mmap_mode="r")
+        starts, ends = np.load(path, mmap_mode="r").view(np.ndarray)
         return WindowIndex(starts, ends, data.episodes.offsets, labels, **shape)
 
     def _numbers(self, index: int, paraphrase: int, place: tuple[int, int, int]) -> dict[str, Any]:
