@@ -218,6 +218,7 @@ class Block(nn.Module):
 
     def _compute(self, x, time_BG6D, image_BID, text_BLD, plan, cache) -> Tensor:
         ops, eps, segment, first = plan.ops, self.eps, plan.segment, plan.first
+        assert segment is not None or time_BG6D.shape[1] == x.shape[1], "one time row a token"
         rows = (self.modulation + time_BG6D).unbind(2)
         normed = ops.norm_modulate(x, rows[0], rows[1], segment, eps=eps)
         update = self.self_attn(normed, plan, cache)

@@ -32,6 +32,7 @@ class Schedule(NamedTuple):
 
 
 @functools.cache
+@torch.inference_mode(False)  # the tables serve training too, whoever asks first
 def schedule(device: torch.device | str = "cpu") -> Schedule:
     """Return the tables of the shifted linear schedule.
 

@@ -183,6 +183,7 @@ class Plans:
             self._made[key] = self._make(layout, grid, rows, coupled=coupled, device=x.device)
         return self._made[key]
 
+    @torch.inference_mode(False)  # a plan serves training too, whoever asks first
     def _make(
         self, layout: Layout, grid: tuple[int, int], text_rows: int, *, coupled: bool, device: Any
     ) -> TrainingPlan:
