@@ -46,7 +46,7 @@ def test_new_lines_are_read_once_and_whole(tmp_path):
 def test_the_line_says_what_is_known(tmp_path):
     finished_run(tmp_path, [step(0), step(1, mfu=0.412, peak_gib=1.5)])
     monitor = Monitor(tmp_path)
-    assert monitor.summary() == "2 ranks, no step yet"
+    assert monitor.summary() == "2 ranks"
     monitor.steps.update()
     assert monitor.summary() == (
         "2 ranks, step 2 of 30 · 0:00:14 left · loss 1 · 4 samples/s · MFU 41.2% · "

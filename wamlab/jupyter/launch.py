@@ -61,7 +61,8 @@ class LaunchError(RuntimeError):
         self.log = folder.log(self.rank)
         self.lines = folder.tail(self.rank, LOG_LINES)
         log = "\n".join(f"    {line}" for line in self.lines)
-        super().__init__(f"{self._what(code)}\nlast {len(self.lines)} lines of {self.log}:\n{log}")
+        text = f"{self._what(code)}\nlast {len(self.lines)} lines of {self.log}:\n{log}"
+        super().__init__(text.replace(f"{Path.cwd()}{os.sep}", ""))  # shorter to read
 
     def _what(self, code: int) -> str:
         if self._lost:
@@ -114,6 +115,10 @@ class Job:
         if self._guard is not None:
             self._guard.poll()  # reaps it, so that no zombie stays
         return self._files.status()
+
+    def log(self, rank: int | None = 0) -> Path:
+        """Return the path of a rank's log (None: the launcher's)."""
+        return self._files.log(rank)
 
     def tail(self, rank: int | None = 0, lines: int = LOG_LINES) -> str:
         """Return the last lines of a rank's log (None: the launcher's)."""

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from wamlab.config import ConfigError
 from wamlab.jupyter._folder import RunFolder
+from wamlab.jupyter._ship import MODULE
 from wamlab.jupyter.plot import COLOURS, GREY
 
 POLL_S = 0.25  # at most 4 updates a second
@@ -118,8 +119,9 @@ class Monitor:
             if not running:
                 break
             time.sleep(POLL_S)
-        text = html.escape(f"{self.files.status()}: {self.summary()}")
-        self._control.update(HTML(f"<b>{html.escape(self.job['target'])}</b> {text}"))
+        name = self.job["target"].removeprefix(f"{MODULE}:")
+        text = f"{self.files.status()}: {self.summary()}"
+        self._control.update(HTML(f"<b>{html.escape(name)}</b> {html.escape(text)}"))
 
     _stale = False
 
@@ -138,7 +140,7 @@ class Monitor:
         """Return the state in a line: steps, time left, loss, throughput, MFU, memory, wait."""
         ranks = f"{self.job['nproc']} rank" + "s" * (self.job["nproc"] > 1)
         if not self.steps.rows:
-            return f"{ranks}, no step yet"
+            return ranks
         last = self.steps.last
         done = len(self.steps.rows)
         parts = [f"{ranks}, step {done}" + (f" of {self.total}" if self.total else "")]

@@ -7,7 +7,8 @@ Without `ax` a function makes a figure with pyplot, which a notebook shows; a re
 of its own.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -53,9 +54,12 @@ STYLE = {
 EQUAL = 1e-9  # where a loss difference of exactly zero is drawn on the logarithmic axis
 
 
-def style() -> plt.rc_context:
-    """Return the context in which wamlab's figures are made; nothing is changed outside it."""
-    return plt.rc_context(STYLE)
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Make figures in wamlab's style inside; nothing is changed outside."""
+    plt.draw_if_interactive()  # loads the backend: done inside, what it sets would be undone
+    with plt.rc_context(STYLE):
+        yield
 
 
 def plot_speedup(records: Sequence[Record], ax: Axes | None = None) -> Axes:

@@ -3,8 +3,10 @@
 Without a reader (a notebook test, an export) nothing is filled in and everything still runs.
 """
 
+import html
+
 import ipywidgets as widgets
-from IPython.display import display
+from IPython.display import HTML, display
 
 
 class Prediction:
@@ -33,7 +35,7 @@ class Prediction:
 
     def show(self) -> "Prediction":
         """Show question and field below the cell."""
-        display(widgets.HBox([widgets.HTML(f"<b>Predict:</b> {self.question}"), self._field]))
+        display(HTML(f"<b>Predict:</b> {html.escape(self.question)}"), self._field)
         return self
 
     def against(self, measured: float) -> None:
