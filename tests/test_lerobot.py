@@ -347,6 +347,24 @@ def test_relative_actions_are_normalised_by_relative_statistics(copy):
     assert (data.columns.folder / "statistics.json").is_file()
 
 
+def test_steps_that_a_filter_names_are_no_starts(copy):
+    root = copy("v2.1")
+    before = WindowDataset(LeRobotDataset(root, TOY))
+    path = root / "meta/step_filter.jsonl"
+    path.write_text(json.dumps({"episode_index": 1, "step_indices": [*range(12)]}) + "\n")
+    after = WindowDataset(LeRobotDataset(root, TOY))
+    kept = [before.index.locate(i) for i in range(len(before))]
+    kept = [k for k in kept if k[0] != 1 or k[2] >= 30 + 12]
+    assert 0 < len(kept) < len(before)
+    assert [after.index.locate(i) for i in range(len(after))] == kept
+    path.write_text(json.dumps({"episode_index": 9, "step_indices": []}))
+    with pytest.raises(DatasetError, match=r"step_filter.jsonl: no episode 9 among the 4"):
+        WindowDataset(LeRobotDataset(root, TOY))
+    path.write_text(json.dumps({"episode_index": 1, "step_indices": [3, 21]}))
+    with pytest.raises(DatasetError, match=r"episode 1 has steps 3 to 21, but 21 frames"):
+        WindowDataset(LeRobotDataset(root, TOY))
+
+
 def test_statistics_of_another_width_are_refused(copy):
     root = copy("v2.1")
     values = json.loads((root / "meta/stats.json").read_text())
@@ -367,3 +385,15 @@ def test_the_recorded_times_are_asked_for_not_the_nominal_ones(copy):
     )
     data = LeRobotDataset(root, TOY)
     np.testing.assert_allclose(data.timestamps(0, [0, 4]), late[[0, 4]], atol=1e-6)
+
+
+@pytest.mark.parametrize(("folder", "name"), [("droid_mini", "toy"), ("libero_mini", "libero")])
+def test_the_samples_statistics_are_those_of_their_tables(data_samples, tmp_path, folder, name):
+    stored = LeRobotDataset(data_samples / folder, EMBODIMENTS[name], progress=False).codec
+    skip = shutil.ignore_patterns(".wamlab", "*stats*", "*.mp4")
+    shutil.copytree(data_samples / folder, tmp_path / "copy", ignore=skip)
+    computed = LeRobotDataset(tmp_path / "copy", EMBODIMENTS[name]).codec
+    for which in ("state", "action"):
+        for a, b in zip(getattr(stored, which), getattr(computed, which)):
+            for field in ("mean", "std", "min", "max", "q01", "q99"):
+                np.testing.assert_allclose(getattr(a, field), getattr(b, field), atol=1e-6)

@@ -54,9 +54,11 @@ def test_relative_rows_are_every_start_and_step():
     rng = np.random.default_rng(1)
     action, state = rng.normal(size=(30, 3)), rng.normal(size=(30, 3))
     rows = relative_rows(action, state, 8)
-    expected = [action[i + j] - state[i] for i in range(22) for j in range(8)]
+    expected = [action[i + j] - state[i] for i in range(23) for j in range(8)]
     np.testing.assert_array_equal(rows, expected)
-    assert relative_rows(action[:8], state[:8], 8).shape == (0, 3)
+    assert relative_rows(action[:7], state[:7], 8).shape == (0, 3)
+    third = relative_rows(action, state, 8, every=3)
+    np.testing.assert_array_equal(third, rows.reshape(23, 8, 3)[::3].reshape(-1, 3))
 
 
 def test_statistics_survive_json_and_say_what_is_missing():

@@ -249,7 +249,7 @@ class LeRobotDataset:
         state = next(p for p in self.embodiment.state if p.name == part.name)
         count = len(self.episodes)
         chosen = np.random.default_rng(RELATIVE_SEED).permutation(count)[:RELATIVE_EPISODES]
-        total = np.maximum(self.episodes.lengths[chosen] - self.embodiment.horizon, 0).sum()
+        total = np.maximum(self.episodes.lengths[chosen] - self.embodiment.horizon + 1, 0).sum()
         every = -(-int(total) * self.embodiment.horizon // MAX_ROWS) or 1
         found = []
         for episode in np.sort(chosen):
@@ -265,7 +265,7 @@ class LeRobotDataset:
         rows = np.concatenate(found)
         if not len(rows):
             raise DatasetError(
-                f"{self.root}: no episode has more than {self.embodiment.horizon} frames, "
+                f"{self.root}: no episode has {self.embodiment.horizon} frames, "
                 f"so {part.name!r} has no relative statistics"
             )
         return rows

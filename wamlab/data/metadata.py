@@ -294,6 +294,34 @@ def read_tasks(info: Info) -> dict[int, str]:
     return dict(zip(table["task_index"].to_pylist(), table[name].to_pylist()))
 
 
+def read_step_filter(info: Info, episodes: Episodes) -> np.ndarray:
+    """Return the rows, in the flat columns, that may not be a start, int64 sorted.
+
+    meta/step_filter.jsonl names them by episode (idle stretches, for example); episodes that it
+    does not name, or all when there is no such file, may start anywhere.
+
+    Raises:
+        DatasetError: it names an episode or a step that does not exist.
+    """
+    path = info.root / "meta/step_filter.jsonl"
+    if not path.is_file():
+        return np.zeros(0, np.int64)
+    places = {int(number): place for place, number in enumerate(episodes.ids)}
+    found = []
+    for row in read_lines(path):
+        number, steps = int(row["episode_index"]), np.array(row["step_indices"], np.int64)
+        if number not in places:
+            raise DatasetError(f"{path}: no episode {number} among the {len(episodes)}")
+        length = int(episodes.lengths[places[number]])
+        if len(steps) and not 0 <= steps.min() <= steps.max() < length:
+            raise DatasetError(
+                f"{path}: episode {number} has steps {steps.min()} to {steps.max()}, "
+                f"but {length} frames"
+            )
+        found.append(steps + int(episodes.offsets[places[number]]))
+    return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+
+
 def read_modality(info: Info) -> dict[str, dict[str, dict[str, Any]]]:
     """Read meta/modality.json; empty when there is none."""
     path = info.root / "meta/modality.json"

@@ -129,8 +129,8 @@ def relative_rows(
         every: take each n-th start only.
 
     Returns:
-        [(T - H) * H, D]: start i of 0..T-H-1, step j of 0..H-1 gives action[i+j] - state[i].
+        [(T - H + 1) * H, D]: start i of 0..T-H, step j of 0..H-1 gives action[i+j] - state[i].
     """
-    starts = np.arange(0, max(len(action_TD) - horizon, 0), every)
+    starts = np.arange(0, max(len(action_TD) - horizon + 1, 0), every)
     steps = starts[:, None] + np.arange(horizon)
     return (action_TD[steps] - state_TD[starts][:, None]).reshape(-1, action_TD.shape[1])

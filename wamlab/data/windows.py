@@ -12,13 +12,14 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from wamlab.config import ConfigError, lookup
+from wamlab.data import metadata
 from wamlab.data.lerobot import LeRobotDataset
 from wamlab.data.metadata import DatasetError, VideoSpan
 from wamlab.data.video import DECODERS
@@ -48,7 +49,13 @@ class WindowIndex:
 
     @classmethod
     def build(
-        cls, offsets: np.ndarray, labels: Sequence[np.ndarray], *, horizon: int, blocks: int
+        cls,
+        offsets: np.ndarray,
+        labels: Sequence[np.ndarray],
+        *,
+        horizon: int,
+        blocks: int,
+        skip: Sequence[int] | np.ndarray = (),
     ) -> "WindowIndex":
         """Find the valid starts of a data set.
 
@@ -57,13 +64,15 @@ class WindowIndex:
             labels: int [N] each.
             horizon: H, steps a block.
             blocks: K.
+            skip: sorted rows that may not be a start.
         """
-        starts, counts = [], []
+        starts, counts, skip = [], [], np.asarray(skip, np.int64)
         for first, last in _episode_parts(np.asarray(offsets)):
             own = np.asarray(offsets[first : last + 1])
             rows = slice(int(own[0]), int(own[-1]))
             parts = [np.asarray(label[rows]) for label in labels]
-            run, count = _valid_runs(own - own[0], parts, horizon, blocks)
+            near = slice(*np.searchsorted(skip, [own[0], own[-1]]))
+            run, count = _valid_runs(own - own[0], parts, skip[near] - own[0], (horizon, blocks))
             starts.append(run + own[0])
             counts.append(count)
         ends = np.cumsum(np.concatenate(counts))
@@ -126,19 +135,21 @@ def _episode_parts(offsets: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _valid_runs(
-    offsets: np.ndarray, labels: list[np.ndarray], horizon: int, blocks: int
+    offsets: np.ndarray, labels: list[np.ndarray], skip: np.ndarray, shape: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the first row and the length of each run of valid starts."""
-    lengths = np.diff(offsets)
+    lengths, (horizon, blocks) = np.diff(offsets), shape
     simple = lengths >= (blocks + 1) * horizon  # then every frame of one label is a valid start
     for label in labels:
         changes = np.flatnonzero(label[1:] != label[:-1]) + 1
         inside = changes[~np.isin(changes, offsets)]
         simple[np.searchsorted(offsets, inside, side="right") - 1] = False
+    simple[np.searchsorted(offsets, skip, side="right") - 1] = False
     starts, counts = [offsets[:-1][simple]], [lengths[simple]]
     for episode in np.flatnonzero(~simple & (lengths > blocks * horizon)):
         rows = slice(offsets[episode], offsets[episode + 1])
         valid = _valid_starts([label[rows] for label in labels], lengths[episode], horizon, blocks)
+        valid[skip[(skip >= rows.start) & (skip < rows.stop)] - rows.start] = False
         edges = np.flatnonzero(np.diff(np.concatenate([[False], valid, [False]]).astype(np.int8)))
         starts.append(edges[::2] + offsets[episode])
         counts.append(edges[1::2] - edges[::2])
@@ -171,6 +182,8 @@ class WindowDataset:
         open_video: gives a decoder for a part of a file and keeps it as long as it likes; default
             opens and closes one decoder a call, as the public code does.
         decoder: (without `open_video`) a key of DECODERS.
+        map_views: reads the views of a sample, `map` one after the other; a thread pool's map at
+            the same time.
 
     Raises:
         DatasetError: no episode is long enough for one sample.
@@ -182,8 +195,9 @@ class WindowDataset:
         *,
         open_video: Callable[[VideoSpan], Any] | None = None,
         decoder: str = "pyav-naive",
+        map_views: Callable = map,
     ) -> None:
-        self.dataset, self.embodiment = dataset, dataset.embodiment
+        self.dataset, self.embodiment, self.map_views = dataset, dataset.embodiment, map_views
         self.open_video = open_video or _OpenEachTime(decoder)
         self.index = self._index()
         if not len(self.index):
@@ -250,7 +264,8 @@ class WindowDataset:
         name = hashlib.sha256(json.dumps([shape, data.language]).encode()).hexdigest()[:16]
         path = data.columns.folder / f"starts-{name}.npy"
         if not path.is_file():
-            built = WindowIndex.build(data.episodes.offsets, labels, **shape)
+            skip = metadata.read_step_filter(data.info, data.episodes)
+            built = WindowIndex.build(data.episodes.offsets, labels, skip=skip, **shape)
             partial = path.with_suffix(f".{os.getpid()}")
             with partial.open("wb") as file:
                 np.save(file, np.stack([built.starts, built.ends]))
@@ -281,7 +296,8 @@ class WindowDataset:
 
     def _views(self, episode: int, steps: np.ndarray) -> torch.Tensor:
         names = self.embodiment.views
-        views = [self.dataset.frames(episode, n, steps, self.open_video) for n in names]
+        frames = partial(self.dataset.frames, episode, steps=steps, open_video=self.open_video)
+        views = list(self.map_views(frames, names))
         if len({v.shape for v in views}) > 1:
             sizes = ", ".join(f"{n} {v.shape[-2]}x{v.shape[-1]}" for n, v in zip(names, views))
             raise DatasetError(
