@@ -1,172 +1,279 @@
-"""From sample numbers to micro-batches on the device, in an order that is a pure function of
-(seed, step).
+"""Batches for training: workers decode, a thread assembles, the next batch waits on the device.
 
-The public way is the default: no workers, nothing prefetched, a fresh decoder for every view, every
-frame converted, augmentation on the CPU one sample at a time. `workers` decode in processes of
-their own; `prefetch` puts micro-batches on the device before they are asked for. Neither changes a
-sample or its place: rank r takes the r-th contiguous share of each step's global batch, so the
-order is the same for any number of ranks, workers and any micro-batch.
+Which samples a step sees follows from (seed, step) alone, and rank r takes its share of them: so
+neither the number of ranks, nor workers, nor the micro-batch changes what is trained.
 """
 
 import contextlib
-import dataclasses
+import multiprocessing
 import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Literal
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 
-from wamlab.config import ConfigError, UserError, lookup
+from wamlab.config import ConfigError, UserError, to_dict
 from wamlab.data.augment import Augment, augment_cpu
-from wamlab.data.cache import DecoderCache
-from wamlab.data.embodiment import EMBODIMENTS
-from wamlab.data.lerobot import LeRobotDataset
-from wamlab.data.sampler import STRATEGIES, Sampler, mix
-from wamlab.data.video import DECODERS
+from wamlab.data.data_config import GPU_DECODERS, DataConfig, embodiment_of, open_data
+from wamlab.data.metadata import DatasetError
+from wamlab.data.sampler import Sampler
 from wamlab.data.windows import Mixture, WindowDataset
 from wamlab.draws import Draws
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """One data set of a mixture, and how often it is drawn."""
-
-    root: str
-    embodiment: str
-    weight: float
+FRAMES = ("views", "video")  # what is worth shared memory between processes
+_LAYOUT = ("ranks", "micro_batch")  # may change between steps
+Item = tuple[int, tuple[int, ...]]  # a step, and the samples of it that are read together
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where samples come from and how they are made; the defaults are the public way."""
+class _Reader:
+    """Reads items; in a worker it opens the data itself, so that nothing large is sent there."""
 
-    root: str = "data_samples/droid_mini"
-    embodiment: str = "toy"
-    mixture: tuple[Part, ...] = ()  # instead of `root`; all parts share `embodiment`'s grid
-    decoder: str = "pyav-naive"
-    decoder_cache: int = 0  # decoders kept open in each process; 0: a fresh one each time
-    decoder_threads: int = 1  # FFmpeg threads a decoder
-    augment: Literal["cpu", "device"] = "cpu"
-    workers: int = 0  # processes that decode
-    prefetch: int = 0  # micro-batches made ready ahead of the step
-    sampling: str = "step"  # a name of STRATEGIES
-    train: bool = True  # False: centre crop, no jitter
-
-    def __post_init__(self) -> None:
-        lookup(EMBODIMENTS, self.embodiment, "embodiment")
-        lookup(DECODERS, self.decoder, "decoder")
-        lookup(STRATEGIES, self.sampling, "sampling strategy")
-        for field in ("workers", "prefetch", "decoder_cache"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} must be 0 or more, got {getattr(self, field)}")
-        if self.workers and not self.prefetch:
-            raise ConfigError(f"workers={self.workers} decode ahead: set prefetch to 1 or more")
-
-
-class Samples:
-    """Makes micro-batches of a configuration; each process opens its own files at the first use."""
-
-    def __init__(self, config: DataConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-        self.embodiment = EMBODIMENTS[config.embodiment]
-        self._data: WindowDataset | Mixture | None = None
+    def __init__(self, config: DataConfig, seed: int, data: WindowDataset | Mixture) -> None:
+        self.config, self.seed, self.data = config, seed, data
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_data": None}
+        return self.__dict__ | {"data": None}
 
-    @property
-    def data(self) -> WindowDataset | Mixture:
-        """The data set, opened at the first use."""
-        if self._data is None:
-            parts = self.config.mixture
-            whole = (Part(root=self.config.root, embodiment=self.config.embodiment, weight=1.0),)
-            opened = [self._open(part) for part in parts or whole]
-            weights = [part.weight for part in parts]
-            self._data = Mixture(opened, weights) if parts else opened[0]
-        return self._data
-
-    def _open(self, part: Part) -> WindowDataset:
-        config = self.config
-        dataset = LeRobotDataset(part.root, lookup(EMBODIMENTS, part.embodiment, "embodiment"))
-        if not config.decoder_cache:
-            return WindowDataset(dataset, decoder=config.decoder)
-        cache = DecoderCache(
-            config.decoder, size=config.decoder_cache, threads=config.decoder_threads
-        )
-        return WindowDataset(dataset, open_video=cache)
-
-    def micro_batch(self, step: int, ids: list[int]) -> dict[str, Any]:
-        """Return one collated micro-batch on the CPU.
-
-        Args:
-            step: the optimizer step, from which the augmentation is drawn.
-            ids: sample numbers.
-        """
-        paraphrases = [int(mix(self.seed, 7, step, i) >> 33) for i in ids]
-        if self.config.sampling == "union" or isinstance(self.data, Mixture):
-            samples = self.data.samples(ids, paraphrases=paraphrases)
-        else:
-            samples = [self.data.sample(i, paraphrase=p) for i, p in zip(ids, paraphrases)]
-        if self.config.augment == "cpu":
-            for sample in samples:
-                draws = Draws(self.seed, step, sample["sample_id"][None])
-                views = sample.pop("views")
-                sample["video"] = augment_cpu(views, draws, self.embodiment, self.config.train)
-        return default_collate(samples)
-
-
-@dataclasses.dataclass
-class _Failure:
-    """An error on its way from a worker to the step that waits."""
-
-    error: Exception
-    ids: list[int]
-
-    def throw(self) -> None:
-        if isinstance(self.error, UserError):
-            raise type(self.error)(f"{self.error} (samples {self.ids})") from self.error
-        raise self.error
-
-
-class _Jobs(Dataset):
-    """What a worker process runs: (step, ids) -> micro-batch."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __getitem__(self, job: tuple[int, list[int]]) -> dict[str, Any] | _Failure:
+    def __getitem__(self, item: Item) -> "tuple[int, list[dict[str, Any]]] | _Failure":
+        step, ids = item
+        which = f"sample {', '.join(map(str, ids))} (step {step})"
         try:
-            return self.samples.micro_batch(*job)
-        except Exception as error:  # handed over, and raised again where the batch is asked for
-            return _Failure(error, job[1])
+            if self.data is None:
+                self.data = open_data(self.config)
+            return step, self._read(step, ids)
+        except UserError as error:
+            return _Failure(type(error), f"{which}: {error}")
+        except Exception as error:
+            raise RuntimeError(f"{which} cannot be read: {error!r}") from error
+
+    def _read(self, step: int, ids: tuple[int, ...]) -> list[dict[str, Any]]:
+        words = None
+        if self.config.train:
+            draws = Draws(self.seed, step, torch.tensor(ids))
+            words = draws.integers("data.paraphrase", 2**20, (1,))[:, 0].tolist()
+        samples = self.data.samples(ids, paraphrases=words)
+        if self.config.augment == "cpu":
+            for i, sample in zip(ids, samples):
+                draws = Draws(self.seed, step, torch.tensor([i]))
+                views, robot = sample.pop("views"), embodiment_of(self.data)
+                sample["video"] = augment_cpu(views, draws, robot, self.config.train)
+        return [{k: _packed(k, v) for k, v in sample.items()} for sample in samples]
 
 
-def _start_worker(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the run decides
-    torch.set_num_threads(1)
+def _packed(name: str, value: Any) -> Any:
+    # A tensor between processes costs a file handle and a mapping: only frames are worth it.
+    return value.numpy() if isinstance(value, Tensor) and name not in FRAMES else value
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A user's error on its way out of a worker, still one line."""
+
+    kind: type[UserError]
+    message: str
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank takes of each step: `micro` samples at a time, `share` in all."""
+
+    global_batch: int
+    micro: int
+    share: int
+    rank: int
+
+
+def _plan(sampler: Sampler, share: _Share, step: int, done: int) -> Iterator[Item]:
+    """Yield what a rank reads, without end, from its batch number `done` of `step` on."""
+    group, micro = sampler.strategy.group, share.micro
+    while True:
+        first = share.rank * share.share
+        ids = sampler.ids_of_step(step, share.global_batch)[first : first + share.share].tolist()
+        for start in range(done * micro, share.share, micro):
+            for i in range(start, start + micro, group):
+                yield step, tuple(ids[i : min(i + group, start + micro)])
+        step, done = step + 1, 0
+
+
+class _Host:
+    """Micro-batches in host memory: read in this process, or by workers; by a thread, or on call.
+
+    Args:
+        reader: reads the items.
+        plan: the items, in order.
+        micro: samples a batch.
+        pin: batches in page-locked memory.
+        stream: what a GPU decoder runs on in the thread.
+    """
+
+    def __init__(
+        self,
+        reader: _Reader,
+        plan: Iterator[Item],
+        *,
+        micro: int,
+        pin: bool,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        config = reader.config
+        items = _start_workers(reader, plan) if config.workers else map(reader.__getitem__, plan)
+        self._batches = _assemble(items, micro, pin)
+        self._stop, self._thread, self._error = threading.Event(), None, None
+        if config.prefetch:
+            self._queue: queue.Queue = queue.Queue(config.prefetch)
+            self._thread = threading.Thread(target=self._fill, args=(stream,), daemon=True)
+            self._thread.start()
+
+    def _fill(self, stream: torch.cuda.Stream | None) -> None:
+        try:
+            with torch.cuda.stream(stream):
+                for batch in self._batches:
+                    if not self._put(batch):
+                        return
+        except BaseException as error:  # the training thread raises it
+            self._put(error)
+
+    def _put(self, value: Any) -> bool:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(value, timeout=0.1)
+                return True
+        return False
+
+    def get(self) -> tuple[int, dict[str, Any]]:
+        """Return the next batch and its step, waiting for it."""
+        if self._thread is None:
+            return next(self._batches)
+        if self._error is None:
+            value = self._queue.get()
+            if not isinstance(value, BaseException):
+                return value
+            self._error = value
+        raise self._error
+
+    def poll(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next batch if it is there already."""
+        if self._thread is None or self._error is not None:
+            return None
+        with contextlib.suppress(queue.Empty):
+            value = self._queue.get_nowait()
+            if not isinstance(value, BaseException):
+                return value
+            self._error = value
+        return None
+
+    def close(self) -> None:
+        """End the thread and the workers."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._batches.close()
+        self._batches = iter(())
+
+
+def _start_workers(reader: _Reader, plan: Iterator[Item]) -> Iterator[Any]:
+    config = reader.config
+    context = multiprocessing.get_context(config.start_method)
+    if config.start_method == "forkserver":
+        context.set_forkserver_preload([__name__])  # imports torch once, not once a worker
+    return iter(
+        DataLoader(
+            reader,
+            batch_size=None,
+            sampler=plan,
+            num_workers=config.workers,
+            collate_fn=_as_it_is,
+            multiprocessing_context=context,
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # or it would draw from the global one
+        )
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _ignore_interrupts(_: int) -> None:
+    # Ctrl-C reaches the whole process group; the training process ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _assemble(items: Iterator[Any], micro: int, pin: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    samples: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, _Failure):
+            raise item.kind(item.message)
+        step, found = item
+        samples += found
+        if len(samples) == micro:
+            yield step, {k: _stack(k, [s[k] for s in samples], pin) for k in samples[0]}
+            samples = []
+
+
+def _stack(name: str, values: Sequence[Any], pin: bool) -> Tensor | list[Any]:
+    if isinstance(values[0], str):
+        return list(values)
+    if isinstance(values[0], np.ndarray):
+        stacked = torch.from_numpy(np.stack(values))
+        return stacked.pin_memory() if pin else stacked
+    shapes = {tuple(v.shape) for v in values}
+    if len(shapes) > 1:
+        raise DatasetError(
+            f"{name} of one batch have sizes {' and '.join(str(list(s)) for s in sorted(shapes))}: "
+            "views of different sizes need augment='cpu'"
+        )
+    if values[0].is_cuda or not pin:
+        return torch.stack(values)
+    out = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, pin_memory=True)
+    return torch.stack(values, out=out)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A batch on its way to the device; `event` marks its arrival on the side stream."""
+
+    batch: dict[str, Any]
+    event: torch.cuda.Event | None
+
+    def take(self) -> dict[str, Any]:
+        """Return the batch, ready for what the current stream does next."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.event)
+            for value in self.batch.values():
+                if isinstance(value, Tensor):
+                    value.record_stream(stream)
+        return self.batch
 
 
 class Loader:
-    """An endless iterator of this rank's micro-batches, on its device.
+    """An endless iterator over this rank's micro-batches, already on the device.
+
+    A batch is a dict: `video` uint8 [B, T, H, W, 3], `state` f32 [B, K, 64], `action` f32
+    [B, K*H, 32], their masks, `has_real_action` bool [B], `prompt` list of str, `sample_id` and
+    `embodiment_id` int64 [B]. `wait_s` adds up the seconds that `next` took.
 
     Args:
-        config: where samples come from.
+        config: what to read and how.
         global_batch: samples a step, over all ranks.
-        micro_batch: samples of one micro-batch of this rank; divides its share.
-        seed: fixes the order, the choice of paraphrase and the augmentation.
-        rank: this process.
-        world_size: how many there are; divides the global batch.
+        micro_batch: samples a batch; divides a rank's share of the step.
+        seed: of the run.
+        rank, world_size: this process among those that train.
         device: where batches go.
         start_step: the first step.
 
     Raises:
-        ConfigError: sizes that do not divide.
-        DatasetError: a data set that cannot be read.
+        ConfigError: the batch sizes do not divide.
+        DatasetError: a data set that cannot be used.
     """
 
     def __init__(
@@ -184,155 +291,95 @@ class Loader:
         share, rest = divmod(global_batch, world_size)
         if rest or micro_batch < 1 or share % micro_batch:
             raise ConfigError(
-                f"global batch {global_batch} on {world_size} ranks in micro-batches of "
-                f"{micro_batch}: the ranks must divide the batch, the micro-batch a rank's share"
+                f"global_batch {global_batch} must be a multiple of {world_size} ranks times "
+                f"micro_batch {micro_batch}"
             )
-        self.config, self.global_batch, self.micro_batch = config, global_batch, micro_batch
-        self.seed, self.device = seed, torch.device(device)
-        self._share = slice(rank * share, (rank + 1) * share)
-        self._position = start_step * (share // micro_batch)  # micro-batches given out
-        self._per_step = share // micro_batch
-        self._samples = Samples(config, seed)
-        self._sampler = Sampler(self._samples.data, seed=seed, strategy=config.sampling)
-        self._augment = Augment(self._samples.embodiment)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._source: Iterator | None = None
-        self.wait_s = 0.0  # time blocked in next(), in all
+        self.config, self.seed, self.device = config, seed, torch.device(device)
+        self._share = _Share(global_batch, micro_batch, share, rank)
+        decode_to = self.device if config.decoder in GPU_DECODERS else "cpu"
+        self.data = open_data(config, device=decode_to, progress=rank == 0)
+        self.sampler = Sampler(self.data, seed=seed, strategy=config.sampling)
+        self._augment = Augment(embodiment_of(self.data))
+        on_side = self.device.type == "cuda" and config.prefetch > 0
+        self._side = torch.cuda.Stream(self.device) if on_side else None
+        self.wait_s = 0.0
+        self._step, self._done = start_step, 0
+        self._host: _Host | None = None
+        self._ahead: _Staged | None = None
 
-    def ids_of_step(self, step: int) -> Tensor:
-        """Return the sample ids of a step over all ranks, int64 [global_batch]."""
-        return torch.from_numpy(self._sampler.ids_of_step(step, self.global_batch))
+    def ids_of_step(self, step: int) -> np.ndarray:
+        """Return the samples of one step over all ranks, int64 [global_batch]."""
+        return self.sampler.ids_of_step(step, self._share.global_batch)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position, in samples of all ranks: valid for any number of ranks."""
-        done, rest = divmod(self._position, self._per_step)
-        return {"step": done, "micro_batches": rest, "per_step": self._per_step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a position; what was prefetched is dropped.
-
-        Raises:
-            ConfigError: the position is inside a step and the micro-batches are not as they were.
-        """
-        if state["micro_batches"] and state["per_step"] != self._per_step:
-            raise ConfigError(
-                f"a position inside a step of {state['per_step']} micro-batches cannot be resumed "
-                f"with {self._per_step}: save between steps, or keep ranks and micro-batch"
-            )
-        self.close()
-        self._position = state["step"] * self._per_step + state["micro_batches"]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> dict[str, Any]:
         start = time.perf_counter()
-        if self._source is None:
-            self._source = self._open()
-        batch = next(self._source)
-        if isinstance(batch, _Failure):
-            self.close()
-            batch.throw()
-        step = self._position // self._per_step
-        self._position += 1
-        batch = self._finish(batch, step)
+        host = self._host or self._start()
+        batch = (self._ahead or self._stage(*host.get())).take()
+        ready = host.poll()
+        self._ahead = self._stage(*ready) if ready else None
+        self._done += 1
+        if self._done * self._share.micro == self._share.share:
+            self._step, self._done = self._step + 1, 0
         self.wait_s += time.perf_counter() - start
         return batch
 
-    def _finish(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
-        if self._stream:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
-            for value in batch.values():
-                if isinstance(value, Tensor) and value.is_cuda:
-                    value.record_stream(current)
-        if "views" in batch:
-            draws = Draws(self.seed, step, batch["sample_id"])
-            batch["video"] = self._augment(batch.pop("views"), draws, self.config.train)
-        return batch
+    def _start(self) -> _Host:
+        reader = _Reader(self.config, self.seed, self.data)
+        plan = _plan(self.sampler, self._share, self._step, self._done)
+        pin, micro = self._side is not None, self._share.micro
+        self._host = _Host(reader, plan, micro=micro, pin=pin, stream=self._side)
+        self._closing = weakref.finalize(self, self._host.close)  # also when forgotten, or at exit
+        return self._host
 
-    def _jobs(self) -> Iterator[tuple[int, list[int]]]:
-        position = self._position
-        while True:
-            step, index = divmod(position, self._per_step)
-            ids = self._sampler.ids_of_step(step, self.global_batch)[self._share]
-            yield step, ids[index * self.micro_batch : (index + 1) * self.micro_batch].tolist()
-            position += 1
+    def _stage(self, step: int, batch: dict[str, Any]) -> _Staged:
+        with torch.cuda.stream(self._side):
+            for name, value in batch.items():
+                if isinstance(value, Tensor):
+                    batch[name] = value.to(self.device, non_blocking=self._side is not None)
+            if "views" in batch:
+                draws = Draws(self.seed, step, batch["sample_id"])
+                batch["video"] = self._augment(batch.pop("views"), draws, self.config.train)
+            return _Staged(batch, self._side.record_event() if self._side else None)
 
-    def _open(self) -> Iterator:
-        made = self._made()
-        return (
-            _Ahead(made, self._to_device, self.config.prefetch)
-            if self.config.prefetch
-            else (map(self._to_device, made))
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration stands: what `next` returned counts, what was read ahead does
+        not."""
+        return {"step": self._step, "done": self._done, "order": self._order()}
 
-    def _made(self) -> Iterator:
-        jobs = _Jobs(self._samples)
-        if not self.config.workers:
-            return map(jobs.__getitem__, self._jobs())
-        return iter(
-            DataLoader(
-                jobs,
-                sampler=self._jobs(),
-                batch_size=None,
-                num_workers=self.config.workers,
-                prefetch_factor=max(1, -(-self.config.prefetch // self.config.workers)),
-                multiprocessing_context="forkserver",
-                worker_init_fn=_start_worker,
-                pin_memory=self.device.type == "cuda",
-            )
-        )
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, on any number of ranks.
 
-    def _to_device(self, batch: dict[str, Any] | _Failure) -> dict[str, Any] | _Failure:
-        if isinstance(batch, _Failure) or self.device.type == "cpu":
-            return batch
-        with torch.cuda.stream(self._stream):
-            return {
-                k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v
-                for k, v in batch.items()
-            }
+        Raises:
+            ConfigError: the state is of another order of samples, or was saved within a step by
+                ranks that shared it otherwise.
+        """
+        own, saved = self._order(), dict(state["order"])
+        same = own if state["done"] else {k: v for k, v in own.items() if k not in _LAYOUT}
+        for name, value in same.items():
+            if saved.get(name) != value:
+                raise ConfigError(
+                    f"the loader's state was saved with {name} {saved.get(name)!r}, this run has "
+                    f"{value!r}: resume with the same, or start afresh"
+                )
+        self.close()
+        self._step, self._done = int(state["step"]), int(state["done"])
+
+    def _order(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "global_batch": self._share.global_batch,
+            "samples": len(self.data),
+            "sampling": to_dict(self.sampler.strategy)
+            | {"name": type(self.sampler.strategy).__name__},
+            "ranks": self._share.global_batch // self._share.share,
+            "micro_batch": self._share.micro,
+        }
 
     def close(self) -> None:
-        """End workers and threads; the next batch, if any is asked for, opens them again."""
-        source, self._source = self._source, None
-        if isinstance(source, _Ahead):
-            source.close()
-
-
-class _Ahead:
-    """Makes items in a thread, at most `depth` ahead of the consumer."""
-
-    def __init__(self, items: Iterator, prepare: Any, depth: int) -> None:
-        self._items, self._prepare = items, prepare
-        self._ready: queue.Queue = queue.Queue(maxsize=depth)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="wamlab-loader", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._ended.is_set():
-            try:
-                item = self._prepare(next(self._items))
-            except Exception as error:  # raised again by the consumer
-                item = _Failure(error, [])
-            while not self._ended.is_set():
-                with contextlib.suppress(queue.Full):
-                    self._ready.put(item, timeout=0.1)
-                    break
-
-    def __iter__(self) -> "_Ahead":
-        return self
-
-    def __next__(self) -> Any:
-        return self._ready.get()
-
-    def close(self) -> None:
-        self._ended.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()
-        self._thread.join()
-        stop = getattr(self._items, "_shutdown_workers", None)  # DataLoader's iterator
-        if stop:
-            stop()
+        """End the thread and the workers; iterating again starts them from where it stood."""
+        if self._host is not None:
+            self._closing()
+            self._host = self._ahead = None
