@@ -15,10 +15,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train", "train from one JSON file, on one process or under torchrun"),
     "ladder": ("ladder", "run a ladder file, each row in a fresh process"),
     "report": ("report", "tables and plots from record files"),
-    "bench": ("bench", "time one part alone: decode"),
+    "bench": ("bench", "time one part alone: decode, encode, augment or dit"),
     "check": ("check", "find every fault of a data set in one pass"),
     "transcode": ("transcode", "re-encode a data set's videos for training"),
     "encode-prompts": ("encode_prompts", "encode each distinct prompt of a data set once"),
+    "train-vae": ("train_vae", "train the tiny VAE on a data set's videos"),
     "lab": ("lab", "open JupyterLab on the notebooks"),
 }
 

@@ -1,0 +1,32 @@
+"""`wamlab bench PART`: time one part alone. A part is the file wamlab/cli/bench_PART.py."""
+
+import argparse
+import importlib
+
+from wamlab.config import ConfigError, unknown_name
+
+PARTS: dict[str, str] = {
+    "decode": "video decoders, frames compared in the same run",
+    "encode": "the frozen encoders",
+    "augment": "augmentation on the CPU and on the device",
+    "dit": "the DiT's forward and backward",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the part and leave its options to it."""
+    parser.description = "Time one part alone: " + "; ".join(f"{k}: {v}" for k, v in PARTS.items())
+    parser.add_argument("part", metavar="PART", help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="see `wamlab bench PART --help`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one part."""
+    if args.part not in PARTS:
+        raise ConfigError(unknown_name(args.part, PARTS, "part"))
+    module = importlib.import_module(f"wamlab.cli.bench_{args.part}")
+    parser = argparse.ArgumentParser(
+        prog=f"wamlab bench {args.part}", description=f"Time {PARTS[args.part]}."
+    )
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(args.options))
