@@ -62,6 +62,7 @@ def style() -> Iterator[None]:
         yield
 
 
+@style()
 def plot_speedup(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     """Draw training throughput of each row over the baseline's, as horizontal bars.
 
@@ -91,6 +92,7 @@ def plot_speedup(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     return _rows(ax, [r.name for r in records])
 
 
+@style()
 def plot_waterfall(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     """Draw what each row of a cumulative ladder adds, each bar starting where the last one ended.
 
@@ -120,6 +122,7 @@ def plot_waterfall(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     return _rows(ax, [r.name for r in shown])
 
 
+@style()
 def plot_breakdown(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     """Draw where a step's time goes, one stacked bar a row, from `parts_ms`.
 
@@ -133,6 +136,7 @@ def plot_breakdown(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     return _stack(ax, {r.name: r.parts_ms for r in shown}, "ms a step", "Where a step's time goes")
 
 
+@style()
 def plot_memory(rows: Mapping[str, Mapping[str, float]], ax: Axes | None = None) -> Axes:
     """Draw memory by part, one stacked bar a row.
 
@@ -144,6 +148,7 @@ def plot_memory(rows: Mapping[str, Mapping[str, float]], ax: Axes | None = None)
     return _stack(ax, rows, "GiB on one rank", "Where the memory goes")
 
 
+@style()
 def plot_losses(
     records: Sequence[Record], axes: tuple[Axes, Axes] | None = None, *, tolerance: float = 1e-2
 ) -> tuple[Axes, Axes]:
@@ -161,10 +166,8 @@ def plot_losses(
     if not shown:
         raise ConfigError(_missing(records, "losses"))
     if axes is None:
-        with style():
-            figure = plt.figure(figsize=(8, 4.6), layout="constrained")
-            made = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        axes = tuple(made)
+        figure = plt.figure(figsize=(8, 4.6), layout="constrained")
+        axes = tuple(figure.subplots(2, 1, sharex=True, height_ratios=(3, 2)))
     top, bottom = axes
     base = shown[0]
     for number, record in enumerate(shown):
@@ -194,6 +197,7 @@ def _finish_losses(top: Axes, bottom: Axes, name: str, tolerance: float) -> None
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+@style()
 def plot_decode(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     """Draw decode times with their quartiles, one bar a decoder.
 
@@ -221,6 +225,7 @@ def plot_decode(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     return _rows(ax, [r.name for r in records])
 
 
+@style()
 def mark_prediction(ax: Axes, value: float | None, *, vertical: bool = True) -> Axes:
     """Draw the reader's prediction over a measurement; nothing when none was made."""
     if value is None:
@@ -244,8 +249,7 @@ def _missing(records: Sequence[Record], field: str) -> str:
 
 
 def _axes(rows: int) -> Axes:
-    with style():
-        return plt.subplots(figsize=(8, 1.3 + 0.42 * rows), layout="constrained")[1]
+    return plt.subplots(figsize=(8, 1.3 + 0.42 * rows), layout="constrained")[1]
 
 
 def _bar(ax: Axes, y: int, length: float, record: Record, **options: object) -> None:

@@ -82,6 +82,7 @@ def allreduce(config: Mapping[str, object]) -> list[Record]:
     return [stamp(record) for record in records] if rank() == 0 else []
 
 
+@style()
 def plot_roofline(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     """Draw operations under the roof that the fastest of them make.
 
@@ -93,8 +94,7 @@ def plot_roofline(records: Sequence[Record], ax: Axes | None = None) -> Axes:
         The axes: GFLOP/s over FLOP a byte, both logarithmic.
     """
     if ax is None:
-        with style():
-            ax = plt.subplots(figsize=(8, 4), layout="constrained")[1]
+        ax = plt.subplots(figsize=(8, 4), layout="constrained")[1]
     peak = max(r.extra["gflops"] for r in records)
     band = max(r.extra["gb_per_s"] for r in records)
     shown = [r for r in records if r.extra["intensity"] > 0]
@@ -114,6 +114,7 @@ def plot_roofline(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     return ax
 
 
+@style()
 def plot_allreduce(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     """Draw all-reduce bandwidth over the buffer's size.
 
@@ -121,8 +122,7 @@ def plot_allreduce(records: Sequence[Record], ax: Axes | None = None) -> Axes:
         The axes: GB/s that each rank sends, over KiB, x logarithmic.
     """
     if ax is None:
-        with style():
-            ax = plt.subplots(figsize=(8, 3.2), layout="constrained")[1]
+        ax = plt.subplots(figsize=(8, 3.2), layout="constrained")[1]
     sizes = [r.extra["kib"] for r in records]
     ax.plot(sizes, [r.extra["bus_gb_per_s"] for r in records], "o-", color=COLOURS["communication"])
     ax.set(xscale="log", ylim=(0, None))
