@@ -2,8 +2,10 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -197,6 +199,12 @@ def test_language_may_be_words_or_paraphrases_in_columns_of_their_own(copy):
     assert "doing: pick it. " in windows.sample(0, paraphrase=1)["prompt"]
     assert "doing: lift it. " in windows.sample(0, paraphrase=2)["prompt"]
     assert len(windows.dataset.prompts()) == 4
+    rewrite(
+        root / "data/chunk-000/episode_000000.parquet",
+        lambda t: t.set_column(t.column_names.index(words[0]), words[0], pa.array([" "] * len(t))),
+    )
+    windows = WindowDataset(LeRobotDataset(root, replace(TOY, language=tuple(words))))
+    assert "doing: pick it. " in windows.sample(0)["prompt"]  # an empty paraphrase gives way
     path = root / "meta/tasks.jsonl"
     path.write_text(path.read_text().splitlines()[0] + "\n")
     windows = WindowDataset(LeRobotDataset(root, replace(TOY, language=("task_index",))))
@@ -229,6 +237,20 @@ def test_a_missing_or_broken_table_is_named(copy):
     rewrite(path, lambda t: t.drop_columns(["action"]))
     with pytest.raises(DatasetError, match=r"000002.parquet: no column 'action', which the first"):
         LeRobotDataset(root, TOY)
+    path.write_bytes(kept)
+    place = pq.read_schema(path).names.index("action")
+    narrow = pa.array([[0.0] * 8] * 39 + [[0.0] * 7])
+    rewrite(path, lambda t: t.set_column(place, "action", narrow))
+    with pytest.raises(DatasetError, match=r"action has 8 or 7 values a row, not 8 as the first"):
+        LeRobotDataset(root, TOY)
+    holes = pa.array([[0.0] * 8] * 39 + [None])
+    rewrite(path, lambda t: t.set_column(place, "action", holes))
+    with pytest.raises(DatasetError, match=r"action has 1 empty cells"):
+        LeRobotDataset(root, TOY)
+    rows = (root / "meta/episodes.jsonl").read_text().replace("length", "size")
+    (root / "meta/episodes.jsonl").write_text(rows)
+    with pytest.raises(DatasetError, match=r"episodes.jsonl, line 1: no length; it has episode_in"):
+        LeRobotDataset(root, TOY)
 
 
 def test_a_shared_table_out_of_order_is_refused(copy):
@@ -258,6 +280,25 @@ def test_what_is_no_data_set_is_refused(tmp_path, copy):
         Writer(root=root, version="v2", fps=15, embodiment=TOY, names={})
     with pytest.raises(ConfigError, match=r"is not empty: name a new folder"):
         Writer(root=root, version="v2.1", fps=15, embodiment=TOY, names={})
+
+
+def test_a_hub_id_is_fetched_or_said_to_be_missing(made, monkeypatch):
+    asked = []
+
+    def fetch(name, repo_type):
+        asked.append((name, repo_type))
+        if name == "org/absent":
+            raise RuntimeError("404: not found\nmore")
+        return str(made["v2.1"])
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fetch))
+    assert find_root("org/name") == made["v2.1"]
+    assert asked == [("org/name", "dataset")]
+    with pytest.raises(DatasetError, match=r"org/absent: .*cannot be fetched: 404: not found$"):
+        find_root("org/absent")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DatasetError, match=r"org/name: no such folder; .* 'wamlab\[hub\]'"):
+        find_root("org/name")
 
 
 def test_tables_are_read_once_and_again_when_one_changes(copy, monkeypatch):

@@ -11,7 +11,7 @@ from wamlab.data import metadata
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot import LeRobotDataset
 from wamlab.data.lerobot_write import Episode, encode_video, write_dataset
-from wamlab.data.toy import Expert, ToyConfig, ToyWorld, record
+from wamlab.data.toy import Expert, ToyConfig, ToyWorld, record, write_toy
 from wamlab.data.toy_arm import forward, inverse
 from wamlab.data.windows import WindowDataset
 
@@ -212,7 +212,7 @@ def test_recorded_actions_are_the_experts_and_lead_the_state(recorded):
 def test_videos_are_encoded_as_droids_are(tmp_path):
     frames = np.random.default_rng(0).integers(0, 255, (260, 32, 32, 3), np.uint8)
     path = tmp_path / "x.mp4"
-    path.write_bytes(encode_video(frames, 15))
+    path.write_bytes(encode_video(frames, 15).data)
     with av.open(str(path)) as file:
         stream = file.streams.video[0]
         packets = [p for p in file.demux(stream) if p.size]
@@ -220,3 +220,12 @@ def test_videos_are_encoded_as_droids_are(tmp_path):
         assert all(p.pts == p.dts for p in packets)  # no B-frames
         assert stream.average_rate == 15
         assert stream.codec_context.name == "h264"
+
+
+@pytest.mark.slow
+def test_a_data_set_does_not_depend_on_who_recorded_it(tmp_path):
+    for workers in (1, 2):
+        write_toy(tmp_path / f"{workers}", episodes=3, version="v3.0", seed=4, workers=workers)
+    found = (tmp_path / "1").rglob("*")
+    for file in (p.relative_to(tmp_path / "1") for p in found if p.is_file()):
+        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes(), file

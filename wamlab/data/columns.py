@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from wamlab.config import save_json
@@ -216,6 +217,8 @@ class _Conversion:
 
     def _fill(self, name: str, spec: dict, column: pa.Array, rows: slice, path: Path) -> None:
         array = self.arrays[name]
+        if spec["kind"] != "image" and column.null_count:
+            raise DatasetError(f"{path}: {name} has {column.null_count} empty cells")
         if spec["kind"] == "text":
             known = self.state["texts"].setdefault(name, [])
             encoded = column.dictionary_encode()
@@ -229,12 +232,13 @@ class _Conversion:
         elif spec["kind"] == "image":
             self._fill_images(name, column, rows, path)
         elif "width" in spec:
-            flat = column.flatten().to_numpy(zero_copy_only=False)
-            if len(flat) != len(column) * spec["width"]:
+            widths = pc.unique(pc.list_value_length(column)).to_pylist()
+            if widths != [spec["width"]]:
                 raise DatasetError(
-                    f"{path}: {name} has {len(flat)} values in {len(column)} rows, not "
-                    f"{spec['width']} a row"
+                    f"{path}: {name} has {' or '.join(map(str, widths))} values a row, "
+                    f"not {spec['width']} as the first table"
                 )
+            flat = column.flatten().to_numpy(zero_copy_only=False)
             array[rows] = flat.reshape(-1, spec["width"])
         else:
             array[rows] = column.to_numpy(zero_copy_only=False)

@@ -109,12 +109,17 @@ class LeRobotDataset:
 
         Args:
             row: in the flat columns.
-            paraphrase: which of the embodiment's language columns, counted modulo their number.
+            paraphrase: which of the embodiment's language columns, counted modulo their number; an
+                empty one gives way to the next.
 
         Raises:
             DatasetError: the index stands for no task.
         """
-        column = self.language[paraphrase % len(self.language)]
+        count = len(self.language)
+        texts = (self._words(row, self.language[(paraphrase + n) % count]) for n in range(count))
+        return next((t for t in texts if t.strip()), "")
+
+    def _words(self, row: int, column: str) -> str:
         value = int(self.columns.arrays[column][row])
         if column in self.columns.texts:
             return self.columns.texts[column][value]
@@ -297,7 +302,13 @@ def find_root(root: str | Path) -> Path:
         raise DatasetError(
             f"{root}: no such folder; if it is meant as a hub id: pip install 'wamlab[hub]'"
         ) from error
-    return Path(snapshot_download(str(root), repo_type="dataset"))
+    try:
+        return Path(snapshot_download(str(root), repo_type="dataset"))
+    except Exception as error:  # the hub's client raises errors of several libraries
+        reason = str(error).strip().splitlines()[0]
+        raise DatasetError(
+            f"{root}: no such folder, and as a hub id it cannot be fetched: {reason}"
+        ) from error
 
 
 def _from_file(values: dict, where: str) -> Statistics:

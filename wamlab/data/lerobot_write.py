@@ -37,6 +37,14 @@ PATHS = {
 
 
 @dataclass(frozen=True)
+class Clip:
+    """An encoded video: the mp4's bytes and its frames' shape (H, W, 3)."""
+
+    data: bytes
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Episode:
     """One recorded episode.
 
@@ -44,12 +52,12 @@ class Episode:
         task: what was to be done, in words.
         columns: [T, D] each by column name, or [T] of numbers or words for a column that is not
             packed (extra language columns).
-        views: uint8 [T, H, W, 3] each, by the column name of the camera.
+        views: uint8 [T, H, W, 3] each, or a clip, by the column name of the camera.
     """
 
     task: str
     columns: Mapping[str, np.ndarray]
-    views: Mapping[str, np.ndarray]
+    views: Mapping[str, np.ndarray | Clip]
 
 
 @dataclass(kw_only=True)
@@ -103,9 +111,10 @@ class Writer:
         plain = (c for c in episode.columns if c not in self.names)
         self._plain = {c: str(self._tables[-1].schema.field(c).type) for c in plain}
         for key, frames in episode.views.items():
-            self.views[key] = frames.shape[1:]
+            self.views[key] = frames.shape[-3:]
             if not self.images:
-                self._videos.setdefault(key, []).append(encode_video(frames, self.fps))
+                clip = frames if isinstance(frames, Clip) else encode_video(frames, self.fps)
+                self._videos.setdefault(key, []).append(clip.data)
         per_file = self.episodes_per_file if self.version == "v3.0" else 1
         if len(self._tables) == per_file:
             self._flush()
@@ -316,7 +325,7 @@ def write_dataset(episodes: Iterable[Episode], **settings: Any) -> None:
     writer.close()
 
 
-def encode_video(frames_THW3: np.ndarray, fps: int) -> bytes:
+def encode_video(frames_THW3: np.ndarray, fps: int) -> Clip:
     """Return an mp4 as DROID's are: H.264 ultrafast, crf 23, a keyframe every 250 frames, no Bs.
 
     Args:
@@ -333,7 +342,7 @@ def encode_video(frames_THW3: np.ndarray, fps: int) -> bytes:
         for image in frames_THW3:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode(None))
-    return buffer.getvalue()
+    return Clip(buffer.getvalue(), frames_THW3.shape[1:])
 
 
 def join_videos(clips: Sequence[bytes], fps: int) -> bytes:

@@ -231,6 +231,13 @@ def read_episodes(info: Info) -> Episodes:
         found = _read_episodes_v3(info)
     else:
         rows = read_lines(info.root / "meta/episodes.jsonl")
+        for number, row in enumerate(rows, 1):
+            absent = [k for k in ("episode_index", "length") if k not in row]
+            if absent:
+                raise DatasetError(
+                    f"{info.root}/meta/episodes.jsonl, line {number}: no {', '.join(absent)}; "
+                    f"it has {', '.join(row)}"
+                )
         rows.sort(key=lambda r: r["episode_index"])
         ids = np.array([r["episode_index"] for r in rows], np.int64)
         lengths = np.array([r["length"] for r in rows], np.int64)

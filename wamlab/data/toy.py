@@ -10,17 +10,19 @@ action is the joint position to go to and the gripper's command.
 
 import argparse
 import math
-from dataclasses import dataclass, field
+import multiprocessing
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from wamlab.config import ConfigError, lookup
 from wamlab.data.embodiment import EMBODIMENTS
-from wamlab.data.lerobot_write import Episode, write_dataset
-from wamlab.data.toy_arm import SHOULDER_M, forward, inverse, rot_z
+from wamlab.data.lerobot_write import Episode, encode_video, write_dataset
+from wamlab.data.toy_arm import SHOULDER_M, forward, inverse, rot_z, rotation_vector
 from wamlab.data.toy_render import RIGS, Ball, Box, Camera, Capsule, Plate, Primitive, render
 
 COLORS = {
@@ -280,28 +282,20 @@ def _cartesian(
     _, _, goal, goal_hand = forward(action[:7].astype(np.float64))
     down = rot_z(GRIPPER_YAW) @ np.diag([1.0, -1.0, -1.0])
     finger = 0.04 * (1.0 - float(state[7]))
-    turn, goal_turn = (_rotation_vector(h @ down.T) for h in (pose[1], goal_hand))
+    turn, goal_turn = (rotation_vector(h @ down.T) for h in (pose[1], goal_hand))
     steps = [*(goal - pose[0]) / 0.05, *(goal_turn - turn) / 0.5]
     return [*pose[0], *turn, finger, -finger], [*steps, 2.0 * float(action[7]) - 1.0]
 
 
-def _rotation_vector(r: np.ndarray) -> np.ndarray:
-    """Return axis times angle of a small rotation, [3] radians."""
-    axis = np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]]) / 2
-    return axis * np.arcsin(min(np.linalg.norm(axis), 1.0)) / max(np.linalg.norm(axis), 1e-9)
-
-
 def _spots(rng: np.random.Generator, count: int) -> list[np.ndarray]:
     """Return places on the table at least 0.13 m apart, [2] metres each."""
-    spots: list[np.ndarray] = []
-    while len(spots) < count:
-        tries = rng.uniform([X_M[0], Y_M[0]], [X_M[1], Y_M[1]], (64, 2))
-        spots = []
-        for spot in tries:
+    while True:
+        spots: list[np.ndarray] = []
+        for spot in rng.uniform([X_M[0], Y_M[0]], [X_M[1], Y_M[1]], (64, 2)):
             if all(np.linalg.norm(spot - s) >= 0.13 for s in spots):
                 spots.append(spot)
-        spots = spots[:count]
-    return spots
+        if len(spots) >= count:
+            return spots[:count]
 
 
 def record(seed: int, *, config: ToyConfig, least: int = 128, noise_rad: float = 0.01) -> Episode:
@@ -335,6 +329,13 @@ def record(seed: int, *, config: ToyConfig, least: int = 128, noise_rad: float =
     )
 
 
+def record_encoded(seed: int, *, config: ToyConfig, fps: int) -> Episode:
+    """Record one episode and encode its views, see `record`."""
+    episode = record(seed, config=config)
+    clips = {name: encode_video(frames, fps) for name, frames in episode.views.items()}
+    return replace(episode, views=clips)
+
+
 def write_toy(
     root: Path,
     *,
@@ -342,7 +343,7 @@ def write_toy(
     version: str = "v2.1",
     rig: str = "droid",
     seed: int = 0,
-    **more: Any,
+    workers: int = 1,
 ) -> None:
     """Write a data set of toy episodes.
 
@@ -352,33 +353,37 @@ def write_toy(
         version: "v2.1" or "v3.0".
         rig: "droid" (three views, joints, 15 fps) or "libero" (two views, Cartesian, 10 fps).
         seed: the first episode's; each following one adds 1.
-        more: further fields of `lerobot_write.Writer`.
+        workers: processes that record and encode; the data set does not depend on it.
     """
-    config = ToyConfig(rig=rig)
-    embodiment = EMBODIMENTS["libero" if rig == "libero" else "toy"]
-    settings = {
-        "root": Path(root),
-        "version": version,
-        "fps": 10 if rig == "libero" else 15,
-        "embodiment": embodiment,
-        "names": dict(zip(COLUMNS[rig], NAMES[rig])),
-    }
-    numbers = tqdm(range(seed, seed + episodes), desc="toy episodes", disable=None)
-    write_dataset((record(n, config=config) for n in numbers), **settings, **more)
+    fps = 10 if rig == "libero" else 15
+    make = partial(record_encoded, config=ToyConfig(rig=rig), fps=fps)
+    numbers = range(seed, seed + episodes)
+    with (
+        multiprocessing.get_context("spawn").Pool(workers) if workers > 1 else nullcontext() as pool
+    ):
+        made = pool.imap(make, numbers) if pool else map(make, numbers)
+        write_dataset(
+            tqdm(made, total=episodes, desc="toy episodes", disable=None),
+            root=Path(root),
+            version=version,
+            fps=fps,
+            embodiment=EMBODIMENTS["libero" if rig == "libero" else "toy"],
+            names=dict(zip(COLUMNS[rig], NAMES[rig])),
+        )
 
 
 def main() -> None:
     """Write a data set from the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m wamlab.data.toy", description=write_toy.__doc__.splitlines()[0]
+        prog="python -m wamlab.data.toy", description="Write a data set of toy episodes."
     )
-    parser.add_argument("out", type=Path)
+    parser.add_argument("root", type=Path, metavar="OUT")
     parser.add_argument("--episodes", type=int, default=6)
     parser.add_argument("--version", default="v2.1", choices=("v2.1", "v3.0"))
     parser.add_argument("--rig", default="droid", choices=tuple(RIGS))
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    write_toy(args.out, episodes=args.episodes, version=args.version, rig=args.rig, seed=args.seed)
+    parser.add_argument("--workers", type=int, default=1)
+    write_toy(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,12 @@ def inverse(tool: np.ndarray, yaw: float, swivel: float) -> np.ndarray:
     return np.array([*_zyz(upper), bend, *_zyz(wrist)])
 
 
+def rotation_vector(r: np.ndarray) -> np.ndarray:
+    """Return axis times angle of a rotation under 90 degrees, [3] radians."""
+    axis = np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]]) / 2
+    return axis * np.arcsin(min(np.linalg.norm(axis), 1.0)) / max(np.linalg.norm(axis), 1e-9)
+
+
 def _zyz(r: np.ndarray) -> tuple[float, float, float]:
     """Return a, b, c with Rz(a) Ry(b) Rz(c) = r and b in [0, pi]."""
     b = math.acos(min(max(float(r[2, 2]), -1.0), 1.0))

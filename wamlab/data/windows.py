@@ -301,7 +301,8 @@ class WindowDataset:
         if len({v.shape for v in views}) > 1:
             sizes = ", ".join(f"{n} {v.shape[-2]}x{v.shape[-1]}" for n, v in zip(names, views))
             raise DatasetError(
-                f"{self.dataset.root}: the views of a sample must have one size, got {sizes}"
+                f"{self.dataset.root}: the views of a sample must have one size, got {sizes}: "
+                "re-encode them with `wamlab transcode`"
             )
         return torch.stack([v.contiguous() for v in views])
 
