@@ -208,7 +208,7 @@ class Torchcodec(Optimization):
     """Only the wanted frames become RGB, decoded by torchcodec."""
 
     name, dimension, order, needs, exact = "torchcodec", "data", 70, ("torchcodec",), True
-    data: ClassVar = {"decoder": "torchcodec"}
+    data: ClassVar = {"decoder": "torchcodec", "decoder_cache": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class Prefetch(Optimization):
 
     def apply_data(self, data: Any) -> Any:
         """Set the loader's workers and depth."""
-        return replace(data, workers=self.workers, prefetch=self.depth)
+        return dataclasses.replace(data, workers=self.workers, prefetch=self.depth)
 
 
 OPTIMIZATIONS: dict[str, type[Optimization]] = {

@@ -23,6 +23,7 @@ from wamlab.dist import print0, rank
 from wamlab.draws import Draws
 from wamlab.measure import Record, StepClock, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.wam import WorldActionModel
+from wamlab.train import memory
 from wamlab.train.checkpoint import CheckpointError, Checkpoints, load, read_marker
 from wamlab.train.communication import StopSignal, average_gradients, data_mesh, training_group
 from wamlab.train.config import TrainConfig
@@ -66,6 +67,7 @@ class Trainer:
         self.plan = build_plan(self.optimizations)
         self.share, self.micro_batch = self._shares()
         self.out = Path(config.out) if config.out else None
+        self._memory = self._check_memory() if model is None else contextlib.nullcontext()
         self._build_model(model)
         self.step_count = self.first_step = 0
         self.checkpoints = None
@@ -90,6 +92,21 @@ class Trainer:
                 f"(global_batch {batch} over {self.world} ranks)"
             )
         return share, micro
+
+    def _check_memory(self) -> contextlib.AbstractContextManager:
+        """Refuse a run that a GPU cannot hold, before anything is loaded."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        setting = memory.Setting(
+            shape=memory.shape_of(self.config.model),
+            plan=self.plan,
+            precision=self.config.precision,
+            world=self.world,
+            micro_batch=self.micro_batch,
+        )
+        capacity = memory.usable_bytes(self.device)
+        memory.check(setting, capacity)
+        return memory.explained(setting, capacity, self._last_good)
 
     def _build_model(self, model: nn.Module | None) -> None:
         if model is None:
@@ -154,6 +171,7 @@ class Trainer:
             if self.checkpoints:
                 stack.callback(self.checkpoints.close)
             stop = stack.enter_context(StopSignal())
+            stack.enter_context(self._memory)
             stopped = False
             while self.step_count < self.config.steps and not stopped:
                 self.step()
@@ -229,7 +247,7 @@ class Trainer:
             self._graphs = self._compiled_graphs()
             self.log.restart()
         if last or done % config.log_every == 0:
-            self.log.flush(self.checkpoints and self.checkpoints.latest())
+            self.log.flush(self._last_good())
         if config.save_every:
             self.checkpoints.poll()
             if last or done % config.save_every == 0:
@@ -238,6 +256,9 @@ class Trainer:
         if config.validate_every and (last or done % config.validate_every == 0):
             self.validate()
             self.log.restart()
+
+    def _last_good(self) -> Path | None:
+        return self.checkpoints.latest() if self.checkpoints else None
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: trained parameters and the optimizer's state, live."""
