@@ -3,40 +3,19 @@
 import dataclasses
 
 import pytest
-import torch
+from tiny_dit import batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from wamlab.model.attention import Layout
 from wamlab.model.dit import MODEL_SIZES, PUBLIC, ModelOptions, WorldActionDiT
-from wamlab.model.flops import IMAGE_ROWS, count_flops, flops, seen_pairs
+from wamlab.model.flops import count_flops, flops, seen_pairs
 
 TINY = dataclasses.replace(MODEL_SIZES["tiny"], num_layers=2, text_len=24)
 
 
-def inputs(config, *, batch: int = 1, frames: int = 5, hw=(4, 6), actions: bool = True) -> dict:
-    torch.manual_seed(0)
-    blocks = (frames - 1) // config.num_frame_per_block
-    acts, states = (blocks * n for n in (config.num_action_per_block, config.num_state_per_block))
-    latents = (batch, config.out_dim, frames, *hw)
-    out = {
-        "x": torch.randn(latents),
-        "clean_x": torch.randn(latents),
-        "timestep": torch.rand(batch, frames) * 1000,
-        "action": torch.randn(batch, acts, config.action_dim),
-        "timestep_action": torch.rand(batch, acts) * 1000,
-        "state": torch.randn(batch, states, config.max_state_dim),
-        "context": torch.randn(batch, config.text_len, config.text_dim),
-        "clip_feature": torch.randn(batch, IMAGE_ROWS, config.clip_dim),
-    }
-    if config.concat_first_frame_latent:
-        out["y"] = torch.randn(batch, 4 + config.out_dim, frames, *hw)
-    if not actions:
-        out |= dict.fromkeys(("action", "timestep_action", "state"))
-    return out
-
-
 def counted(config, options: ModelOptions, **sizes) -> tuple[int, int]:
-    dit, given = WorldActionDiT(config, options), inputs(config, **sizes)
+    dit, given = WorldActionDiT(config, options), batch(config, **{"size": 1} | sizes)
     with sdpa_kernel(SDPBackend.MATH):  # attention as plain products, on every version of torch
         with FlopCounterMode(display=False) as forward:
             video, action = dit(**given)
@@ -49,7 +28,7 @@ def counted(config, options: ModelOptions, **sizes) -> tuple[int, int]:
     ("changes", "sizes"),
     [
         ({}, {}),
-        ({"concat_first_frame_latent": True, "out_dim": 16}, {"batch": 2}),
+        ({"concat_first_frame_latent": True, "out_dim": 16}, {"size": 2}),
         ({}, {"hw": (5, 6), "frames": 7}),
         ({"max_chunk_size": 1}, {"frames": 7}),
         ({"num_action_per_block": 16}, {}),
@@ -59,9 +38,9 @@ def counted(config, options: ModelOptions, **sizes) -> tuple[int, int]:
 def test_count_equals_torchs_counter(changes, sizes):
     config = dataclasses.replace(TINY, **changes)
     known = {"latent_frames": sizes.get("frames", 5), "latent_hw": sizes.get("hw", (4, 6))}
-    want, batch = count_flops(config, **known), sizes.get("batch", 1)
-    assert counted(config, PUBLIC, **sizes) == (batch * want.forward, batch * want.backward)
-    assert flops(config, batch, **known) == batch * (want.forward + want.backward)
+    want, samples = count_flops(config, **known), sizes.get("size", 1)
+    assert counted(config, PUBLIC, **sizes) == (samples * want.forward, samples * want.backward)
+    assert flops(config, samples, **known) == samples * (want.forward + want.backward)
 
 
 def test_shortcuts_do_less_and_are_not_counted():
@@ -106,8 +85,6 @@ def test_parts_of_the_5b_are_those_of_its_table():
 
 
 def test_pairs_shrink_with_a_window_and_without_actions():
-    from wamlab.model.attention import Layout
-
     sizes = {"frames": 7, "frame_tokens": 2, "frames_per_block": 2}
     plain = seen_pairs(Layout(**sizes))
     assert seen_pairs(Layout(**sizes, window=3)) < plain

@@ -56,16 +56,17 @@ class Draws:
     def uniform(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return float32 [B, *shape], uniform on [0, 1), 24 random bits each."""
         bits = self._bits(name, math.prod(shape))
-        return (_shift_right(bits, 40).float() * 2.0**-24).view(-1, *shape)
+        return (_shift_right(bits, 40).float() * 2.0**-24).view(len(self.sample_ids), *shape)
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return float32 [B, *shape], standard normal (Box and Muller, 64 bits a value)."""
         bits = self._bits(name, math.prod(shape))
         radius = (_shift_right(bits, 40).float() + 0.5) * 2.0**-24
         angle = ((bits & 0xFFFFFF).float() + 0.5) * (2.0 * math.pi * 2.0**-24)
-        return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)).view(-1, *shape)
+        normal = torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)
+        return normal.view(len(self.sample_ids), *shape)
 
     def integers(self, name: str, high: int, shape: Sequence[int]) -> Tensor:
         """Return int64 [B, *shape], uniform on 0..high-1 (bias under high / 2^40)."""
         bits = _shift_right(self._bits(name, math.prod(shape)), 24)
-        return (bits % high).view(-1, *shape)
+        return (bits % high).view(len(self.sample_ids), *shape)

@@ -183,7 +183,9 @@ def velocity_losses(
     error_BF = (video.float() - target.float()).square().mean(dim=(1, 3, 4))
     dynamics = (error_BF * noised.video_weight).mean()
     if action.numel() == 0:
-        return {"loss": dynamics, "dynamics_loss": dynamics, "action_loss": 0 * dynamics.detach()}
+        # an empty sum is 0, yet gives the action parameters a gradient, which sharded ranks reduce
+        nothing = action.float().sum()
+        return {"loss": dynamics + nothing, "dynamics_loss": dynamics, "action_loss": nothing}
     error = (action.float() - noised.action_target.float()).square()
     real = action_mask & has_real_action[:, None, None]
     error_BA = (error * real).mean(dim=-1)
