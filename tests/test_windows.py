@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import shared_dir
 from counted_data import read_barcodes, write_counted
 
 from wamlab.config import ConfigError
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot import LeRobotDataset
+from wamlab.data.lerobot_write import Clip, Episode, write_dataset
 from wamlab.data.metadata import DatasetError
 from wamlab.data.windows import Mixture, WindowDataset, WindowIndex
 
@@ -256,3 +258,31 @@ def test_the_data_samples_give_samples(data_samples: Path, folder, name):
     real = sample["action"][:, : 8 if name == "toy" else 7]
     assert (real.abs() < 1).float().mean() > 0.7  # statistics that fit the data hardly clip
     assert real.std() > 0.1
+
+
+def test_a_data_set_made_of_real_footage_gives_samples(tmp_path):
+    footage = shared_dir("droid", "exterior_image_1_left.mp4")
+    if footage is None:
+        pytest.skip("the extra footage is not here")
+    toy, length = EMBODIMENTS["toy"], 419
+    rows = np.sin(np.arange(length)[:, None] / 20 + np.arange(8))
+    clip = Clip(footage.read_bytes(), (180, 320, 3))
+    write_dataset(
+        [
+            Episode(
+                "do it",
+                {"observation.state": rows, "action": rows},
+                {f"observation.images.{name}": clip for name in toy.views},
+            )
+        ],
+        root=tmp_path / "real",
+        version="v2.1",
+        fps=15,
+        embodiment=toy,
+        names={name: [f"d{i}" for i in range(8)] for name in ("observation.state", "action")},
+    )
+    windows = WindowDataset(LeRobotDataset(tmp_path / "real", toy))
+    assert len(windows) == length
+    views = windows[length - 1]["views"]
+    assert views.shape == (3, 33, 3, 180, 320)
+    assert views.float().std() > 20
