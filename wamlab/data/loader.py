@@ -93,13 +93,11 @@ class _Share:
 
 def _plan(sampler: Sampler, share: _Share, step: int, done: int) -> Iterator[Item]:
     """Yield what a rank reads, without end, from its batch number `done` of `step` on."""
-    group, micro = sampler.strategy.group, share.micro
+    group, first = sampler.strategy.group, share.rank * share.share
     while True:
-        first = share.rank * share.share
         ids = sampler.ids_of_step(step, share.global_batch)[first : first + share.share].tolist()
-        for start in range(done * micro, share.share, micro):
-            for i in range(start, start + micro, group):
-                yield step, tuple(ids[i : min(i + group, start + micro)])
+        for i in range(done * share.micro, share.share, group):
+            yield step, tuple(ids[i : i + group])
         step, done = step + 1, 0
 
 
@@ -214,9 +212,9 @@ def _assemble(items: Iterator[Any], micro: int, pin: bool) -> Iterator[tuple[int
             raise item.kind(item.message)
         step, found = item
         samples += found
-        if len(samples) == micro:
-            yield step, {k: _stack(k, [s[k] for s in samples], pin) for k in samples[0]}
-            samples = []
+        while len(samples) >= micro:  # an item never reaches into the next step
+            now, samples = samples[:micro], samples[micro:]
+            yield step, {k: _stack(k, [s[k] for s in now], pin) for k in now[0]}
 
 
 def _stack(name: str, values: Sequence[Any], pin: bool) -> Tensor | list[Any]:
@@ -368,12 +366,12 @@ class Loader:
         self._step, self._done = int(state["step"]), int(state["done"])
 
     def _order(self) -> dict[str, Any]:
+        strategy = self.sampler.strategy
         return {
             "seed": self.seed,
             "global_batch": self._share.global_batch,
             "samples": len(self.data),
-            "sampling": to_dict(self.sampler.strategy)
-            | {"name": type(self.sampler.strategy).__name__},
+            "sampling": [type(strategy).__name__, to_dict(strategy)],
             "ranks": self._share.global_batch // self._share.share,
             "micro_batch": self._share.micro,
         }
