@@ -41,10 +41,7 @@ def run(args: argparse.Namespace) -> int:
         device="cuda" if on_gpu else "cpu",
         repeats=args.repeats,
     )
-    cases = bench_encode.ladder(base)
-    if args.conditioning:
-        cases += [case for c in (cases[0], *cases[-4:]) for case in bench_encode.conditioned(c)]
-    cases = _chosen(cases, args.only)
+    cases = _chosen(bench_encode.ladder(base, conditioning=args.conditioning), args.only)
     rate = bench_encode.measure_matmul(
         torch.device(base.device), base.precision, 8192 if on_gpu else 512
     )
@@ -58,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
     for case in cases:
         records.append(bench_encode.measure_encode(case))
         print(_line(records[-1], rate), flush=True)
+        if args.out:
+            append_jsonl(args.out, records[-1:])
     if args.others:
-        records += _others(base.device)
-    if args.out:
-        append_jsonl(args.out, records)
+        others = _others(base.device)
+        if args.out:
+            append_jsonl(args.out, others)
     if args.convolutions:
         _print_convolutions(base)
     return 0
