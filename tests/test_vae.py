@@ -9,6 +9,7 @@ from wamlab.config import ConfigError
 from wamlab.model.stored import CheckpointError
 from wamlab.model.vae import VAE, VAE_SIZES, VAEConfig, load_vae, vae_fingerprint
 from wamlab.model.vae_blocks import AvgDown, DupUp, RMSNorm
+from wamlab.model.vae_still import StillEncoder
 
 SMALL = {
     name: VAEConfig(
@@ -133,6 +134,23 @@ def test_the_compiled_encoder_is_one_graph_and_the_eager_function(backend):
     vae.compile_encoder(backend=backend)
     torch.testing.assert_close(vae.encode(clip), latents, atol=2e-5, rtol=0)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("frames", [1, 5, 17, 33])
+@torch.no_grad()
+def test_a_still_image_needs_only_the_frames_it_reaches(name, frames):
+    vae = small_vae(name, torch.float64)
+    image = clip_of(vae, 2, 1, side=1)
+    clip = torch.cat([image, torch.zeros_like(image).repeat(1, 1, frames - 1, 1, 1)], 2)
+    still = StillEncoder(vae)
+    for _ in range(2):  # the second time from the kept constants
+        torch.testing.assert_close(
+            still.encode(image, frames), vae.encode(clip), atol=1e-12, rtol=0
+        )
+    if frames == 33:
+        (grey,) = still._grey.values()
+        assert grey[0].shape[2] == 2  # after the first convolution three frames know the image
 
 
 def test_public_sizes_have_the_published_counts():

@@ -169,6 +169,8 @@ def test_the_first_frame_conditions_an_i2v_model(monkeypatch):
     for name in ("batched_encoders", "skip_unused_y"):
         model.set_option(name, True)
     torch.testing.assert_close(model.encode(batch)["y"], y, atol=2e-5, rtol=0)
+    model.set_option("still_y", True)
+    torch.testing.assert_close(model.encode(batch)["y"], y, atol=2e-5, rtol=0)
     assert losses(model, batch)["loss"].isfinite()
 
 

@@ -88,8 +88,9 @@ class ImageEncoder(nn.Module):
         image = image.flatten(0, 1) if image.dim() == 5 else image
         side = (self.config.image_size,) * 2
         x = F.interpolate(image.float(), size=side, mode="bicubic", align_corners=False)
-        mean, std = (x.new_tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
-        return (x * 0.5 + 0.5 - mean) / std
+        x = x * 0.5 + 0.5
+        # by numbers, not by a tensor made here: a CUDA graph cannot hold its copy to the device
+        return torch.stack([(x[:, c] - MEAN[c]) / STD[c] for c in range(3)], 1)
 
     @torch.no_grad()
     def forward(self, image: Tensor) -> Tensor:

@@ -78,13 +78,17 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> Tensor:
         """Return [B, 2z, T', h, w] for a video [B, 3, T, H, W]."""
-        if self.patch > 1:
-            cells = "b c t (h r) (w q) -> b (c q r) t h w"
-            x = rearrange(x, cells, r=self.patch, q=self.patch)
-        x = self.conv1(x, state)
+        x = self.conv1(self.gather(x), state)
         for module in (*self.downsamples, *self.middle, self.head):
             x = module(x, state)
         return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the video with each cell of patch x patch pixels as channels."""
+        if self.patch == 1:
+            return x
+        cells = "b c t (h r) (w q) -> b (c q r) t h w"
+        return rearrange(x, cells, r=self.patch, q=self.patch)
 
 
 class Decoder(nn.Module):
@@ -205,7 +209,11 @@ class VAE(nn.Module):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _encode(self, video: Tensor, chunk: int | None) -> Tensor:
-        moments = self.conv1(_in_chunks(self.encoder, video, chunk))
+        return self.normalise(_in_chunks(self.encoder, video, chunk))
+
+    def normalise(self, encoded: Tensor) -> Tensor:
+        """Return the encoder's output as normalised latents: fp32 posterior means."""
+        moments = self.conv1(encoded)
         mean, std = self._stats.view(2, 1, -1, 1, 1, 1)
         return (moments[:, : self.config.z_dim].to(mean.dtype) - mean) * (1.0 / std)
 

@@ -29,6 +29,7 @@ from wamlab.model.plan import PUBLIC, SHORTCUTS, ModelOptions
 from wamlab.model.prompt_cache import PromptCache, encoder_meta
 from wamlab.model.text import TEXT_SIZES, TextEncoder
 from wamlab.model.vae import VAE_SIZES, load_vae
+from wamlab.model.vae_still import StillEncoder
 
 PUBLIC_CHUNK = 4  # frames that the public code gives to the VAE at a time
 
@@ -95,6 +96,7 @@ class WAMOptions:
     prompt_cache: bool = False  # encode each distinct prompt once
     crop_text: bool = False  # leave out positions that are padding in every prompt
     zero_from: Literal["sample", "batch"] = "sample"  # "batch": the public fault, see TextEncoder
+    still_y: bool = False  # (with batched_encoders) the part of `y` that all images share, once
     vae_chunk: int | None = None  # frames a VAE step of `batched_encoders`; null: the whole clip
     dit: ModelOptions = PUBLIC
 
@@ -130,6 +132,7 @@ class WorldActionModel(nn.Module):
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         made = {"seed": config.seed, "device": device, "dtype": dtype}
         self.vae = load_vae(sizes.vae, config.vae_weights, encoder_only=True, **made)
+        self._still = StillEncoder(self.vae)
         self.image = ImageEncoder(sizes.image, config.image_weights, **made)
         self.text = None
         if config.prompt_cache is None:
@@ -218,7 +221,10 @@ class WorldActionModel(nn.Module):
         if not used and self.options.skip_unused_y:
             return {"latents": self._latents(clip), "clip_feature": features}
         still = first_frame_alone(clip)
-        if self.options.batched_encoders:
+        if self.options.batched_encoders and self.options.still_y:
+            frames = 1 + (clip.shape[2] - 1) // 4 * 4
+            latents, of_still = self._latents(clip), self._still.encode(clip[:, :, :1], frames)
+        elif self.options.batched_encoders:
             latents, of_still = self._latents(torch.cat([clip, still])).chunk(2)
         else:
             latents, of_still = self._latents(clip), self._latents(still)
