@@ -5,17 +5,20 @@ get the same samples, one after the other within each sample, so that a busy mac
 them alike. A decoder that returns other frames is marked wrong, not fast.
 """
 
+import concurrent.futures
 import dataclasses
 import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from wamlab.config import ConfigError, lookup
 from wamlab.data.frame_times import FrameTimes, frame_times
+from wamlab.data.transcode import TranscodeConfig, transcode_file
 from wamlab.data.video import DECODERS, VideoDecoder, VideoError, decoder_status
 from wamlab.measure import Record, Timing, stamp, synchronize
 
@@ -108,9 +111,10 @@ def time_decoders(
     warmup: int = 2,
     device: torch.device | str = "cpu",
     threads: int = 1,
+    views_at_once: bool = False,
     seed: int = 0,
 ) -> list[Record]:
-    """Time decoders on the same samples, one view at a time, and compare their frames.
+    """Time decoders on the same samples and compare their frames.
 
     Args:
         source: what `view_sets` takes.
@@ -122,6 +126,7 @@ def time_decoders(
         warmup: samples decoded first and not counted.
         device: where the frames are wanted.
         threads: FFmpeg threads a decoder.
+        views_at_once: decode a sample's views in as many threads, else one after the other.
         seed: of the draw of the samples.
 
     Returns:
@@ -130,11 +135,13 @@ def time_decoders(
     reasons = {n: lookup(DECODERS, n, "decoder") and decoder_status(n) for n in decoders}
     spent = {name: _Spent() for name in decoders if reasons[name] is None}
     drawn = draw_samples(source, pattern, count=warmup + samples, seed=seed)
-    bench = _Bench(spent, cached=cached, device=torch.device(device), threads=threads)
+    options = {"cached": cached, "device": torch.device(device), "threads": threads}
+    bench = _Bench(spent, options, len(drawn[0].views) if views_at_once else 1)
     for number, sample in enumerate(drawn):
         bench.measure(sample, counts=number >= warmup, first=number)
     bench.close()
     setting = {"pattern": pattern, "cached": cached, "threads": threads}
+    setting["views_at_once"] = views_at_once
     setting |= _describe(drawn[warmup:]) | {"source": _source_name(source)}
     return [_record(n, reasons[n], spent.get(n), setting, str(device)) for n in decoders]
 
@@ -148,50 +155,56 @@ class _Spent:
     max_diff: int = 0
     wrong: str | None = None
 
+    def compare(self, references: "list[_Reference]", views: list[torch.Tensor]) -> None:
+        """Note the largest difference of a sample's frames, and whether they are others."""
+        for reference, frames in zip(references, views):
+            difference, wrong = reference.compare(frames)
+            self.max_diff, self.wrong = max(self.max_diff, difference), self.wrong or wrong
+
 
 class _Bench:
-    """Runs every decoder on a sample, view by view, against frames decoded by PyAV."""
+    """Runs every decoder on a sample and compares its frames with those that PyAV decodes."""
 
-    def __init__(
-        self, spent: dict[str, _Spent], *, cached: bool, device: torch.device, threads: int
-    ) -> None:
-        self.spent, self.cached, self.device, self.threads = spent, cached, device, threads
+    def __init__(self, spent: dict[str, _Spent], options: dict[str, Any], views: int) -> None:
+        self.spent, self.cached = spent, options.pop("cached")
+        self.options = options
+        self.pool = concurrent.futures.ThreadPoolExecutor(views) if views > 1 else None
         self.open: dict[tuple[str, Path], VideoDecoder] = {}
 
     def measure(self, sample: Sample, *, counts: bool, first: int) -> None:
-        """Decode one sample with every decoder; `first` rotates which one begins."""
-        names = list(self.spent)
+        """Decode one sample with every decoder that still counts; `first` says which begins."""
+        names = [name for name, spent in self.spent.items() if spent.wrong is None]
+        references = [_Reference(view, sample.frames) for view in sample.views]
         shift = first % max(len(names), 1)
-        totals = dict.fromkeys(names, np.zeros(2))
-        for view in sample.views:
-            reference = _Reference(view, sample.frames)
-            for name in names[shift:] + names[:shift]:
-                totals[name] = totals[name] + self._measure_view(name, view, reference)
-        for name in names:
-            if counts and self.spent[name].wrong is None:
-                self.spent[name].wall_ms.append(float(totals[name][0]))
-                self.spent[name].cpu_ms.append(float(totals[name][1]))
+        for name in names[shift:] + names[:shift]:
+            try:
+                wall_ms, cpu_ms, frames = self._decode(name, sample, references)
+            except VideoError as error:
+                self.spent[name].wrong = str(error)
+                continue
+            self.spent[name].compare(references, frames)
+            if counts:
+                self.spent[name].wall_ms.append(wall_ms)
+                self.spent[name].cpu_ms.append(cpu_ms)
 
-    def _measure_view(self, name: str, view: Path, reference: "_Reference") -> np.ndarray:
-        spent = self.spent[name]
-        if spent.wrong is not None:
-            return np.zeros(2)
-        start = np.array([time.perf_counter(), cpu_seconds()])
-        try:
-            frames = self._frames(name, view, reference.times_s)
-            synchronize(self.device)
-        except VideoError as error:
-            spent.wrong = str(error)
-            return np.zeros(2)
-        cost = np.array([time.perf_counter(), cpu_seconds()]) - start
-        difference, spent.wrong = reference.compare(frames)
-        spent.max_diff = max(spent.max_diff, difference)
-        return cost * 1e3
+    def _decode(
+        self, name: str, sample: Sample, references: "list[_Reference]"
+    ) -> tuple[float, float, list[torch.Tensor]]:
+        """Return wall and CPU milliseconds of all views, and their frames."""
+
+        def one(view: Path, reference: _Reference) -> torch.Tensor:
+            return self._frames(name, view, reference.times_s)
+
+        each = self.pool.map if self.pool else map
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        frames = list(each(one, sample.views, references))
+        synchronize(self.options["device"])
+        return (time.perf_counter() - wall) * 1e3, (cpu_seconds() - cpu) * 1e3, frames
 
     def _frames(self, name: str, view: Path, times_s: np.ndarray) -> torch.Tensor:
         decoder = self.open.pop((name, view), None)
         if decoder is None:
-            decoder = DECODERS[name](view, device=self.device, threads=self.threads)
+            decoder = DECODERS[name](view, **self.options)
         frames = decoder.frames_at(times_s)
         if self.cached:
             self.open[name, view] = decoder
@@ -203,6 +216,8 @@ class _Bench:
         """Close the decoders that were kept open."""
         for decoder in self.open.values():
             decoder.close()
+        if self.pool:
+            self.pool.shutdown()
 
 
 class _Reference:
@@ -223,24 +238,58 @@ class _Reference:
         self.where = self.where.reshape(3, -1)
         self.times_s = seconds[own]
         decoder = DECODERS["pyav"](view)
-        self.frames = decoder.frames_at(seconds[unique])
+        self.frames = decoder.frames_at(seconds[unique]).numpy()
         decoder.close()
 
     def compare(self, frames: torch.Tensor) -> tuple[int, str | None]:
-        """Return the largest difference in levels, and why the frames are wrong (None: they are
-        right)."""
-        largest, frames = 0, frames.cpu()
-        for k, frame in enumerate(frames):
-            far = [self._far(frame, self.where[n, k]) for n in range(3)]
-            mean, _ = far[1]
-            if mean > min(far[0][0], far[2][0]) + 1e-6 or mean > self.NEAR:
+        """Return the largest difference in levels, and why frames are wrong (None: right)."""
+        largest = 0
+        for k, frame in enumerate(frames.cpu().numpy()):
+            before, own, after = (self._far(frame, self.where[n, k]) for n in range(3))
+            if own[0] > min(before[0], after[0]) + 1e-6 or own[0] > self.NEAR:
                 return largest, f"returns another frame at {self.times_s[k]:.4g} s than PyAV"
-            largest = max(largest, far[1][1])
+            largest = max(largest, own[1])
         return largest, None
 
-    def _far(self, frame: torch.Tensor, index: int) -> tuple[float, int]:
-        difference = (frame.short() - self.frames[index].short()).abs()
-        return float(difference.float().mean()), int(difference.max())
+    def _far(self, frame: np.ndarray, index: int) -> tuple[float, int]:
+        """Return the mean and the largest difference to a reference frame, in levels."""
+        other = self.frames[index]
+        difference = np.maximum(frame, other) - np.minimum(frame, other)
+        return float(difference.mean()), int(difference.max())
+
+
+def gain_parts(records: Sequence[Record]) -> dict[str, float]:
+    """Return how much faster torchcodec is than pyav-naive, and which part comes from what.
+
+    Returns:
+        Ratios of wall time: "total" = "not converting unwanted frames" times "the library".
+
+    Raises:
+        ConfigError: one of the three decoders was not measured.
+    """
+    times = {r.name: r.step_ms.median for r in records if r.step_ms}
+    missing = {"pyav-naive", "pyav", "torchcodec"} - set(times)
+    if missing:
+        raise ConfigError(f"no time of {', '.join(sorted(missing))}: measure it in the same run")
+    return {
+        "total": times["pyav-naive"] / times["torchcodec"],
+        "not converting unwanted frames": times["pyav-naive"] / times["pyav"],
+        "the library": times["pyav"] / times["torchcodec"],
+    }
+
+
+def re_encode(
+    source: str | Path | Sequence[str | Path], folder: Path, config: TranscodeConfig
+) -> list[Path]:
+    """Return the views of a source's first episode coded anew, made if they are not there yet."""
+    size = f"{config.height or 'same'}x{config.width or 'same'}"
+    made = []
+    for number, view in enumerate(view_sets(source)[0]):
+        target = folder / f"{config.codec}_gop{config.gop}_{size}" / f"{number}_{view.stem}.mp4"
+        if not target.is_file():
+            transcode_file(view, target, config)
+        made.append(target)
+    return made
 
 
 def cpu_seconds() -> float:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import av
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from wamlab.config import UserError
 from wamlab.data.container import VideoError
 from wamlab.data.frame_times import frame_times
+
+_inherited: list[dict[str, Any]] = []
 
 
 class VideoDecoder:
@@ -58,7 +60,8 @@ class VideoDecoder:
             size = (0, 3, self.times.height, self.times.width)
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         try:
-            if self._pid != os.getpid():  # a file offset shared with the parent would move under us
+            if self._pid != os.getpid():
+                self._leave_inherited()
                 self._open()
                 self._pid = os.getpid()
             frames = self._decode(wanted).to(self.device)
@@ -71,6 +74,14 @@ class VideoDecoder:
         if np.array_equal(wanted, index):
             return frames
         return frames[torch.from_numpy(inverse).to(frames.device)]
+
+    def _leave_inherited(self) -> None:
+        """Leave a handle that a fork copied: its file offset is shared with the parent.
+
+        It is kept unused, because freeing it can wait for threads that only the parent has.
+        """
+        if self._pid is not None:
+            _inherited.append(dict(vars(self)))
 
     def close(self) -> None:
         """Give the file handle back; further calls open it again."""
