@@ -16,7 +16,7 @@ ORDER = {
     "weights lora sampling",
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
     "metadata columns lerobot lerobot_write windows sampler augment cache loader check transcode "
-    "toy_arm toy_render toy bench_decode",
+    "toy_arm toy_render toy bench_decode bench_workers",
     "train": "optim optimizations communication memory checkpoint metrics config trainer deepspeed",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
