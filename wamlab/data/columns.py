@@ -13,7 +13,9 @@ import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ from wamlab.ffmpeg import cache_dir
 FORMAT = 1  # part of the fingerprint: a new layout converts anew
 REBUILT = ("index", "frame_index", "episode_index")  # follow from the episode table
 SAVE_EVERY_S = 2.0
+READ_AHEAD = 4  # tables of one episode; on a network disk the waiting is what costs
 
 
 @dataclass
@@ -139,8 +142,8 @@ class _Conversion:
         with ExitStack() as stack, bar:
             self._open(stack)
             last = time.monotonic()
-            for number in range(self.state["done"], len(self.groups) - 1):
-                self._convert(number)
+            for number, table in self._tables(self.state["done"]):
+                self._convert(number, table)
                 bar.update()
                 if time.monotonic() - last > SAVE_EVERY_S:
                     self._save(number + 1)
@@ -178,12 +181,24 @@ class _Conversion:
                 os.truncate(path, self.state["bytes"].get(name, 0))
                 self.blobs[name] = stack.enter_context(path.open("ab"))
 
-    def _convert(self, number: int) -> None:
+    def _tables(self, done: int) -> Iterator[tuple[int, Future]]:
+        """Yield the numbers and tables that are left; small files are read ahead in threads."""
+        ahead = 1 if self.info.shared_files else READ_AHEAD
+        waiting: deque[tuple[int, Future]] = deque()
+        with ThreadPoolExecutor(ahead) as pool:
+            for number in range(done, len(self.groups) - 1):
+                path = metadata.table_path(self.info, self.episodes, self.groups[number])
+                waiting.append((number, pool.submit(metadata.read_parquet, path)))
+                if len(waiting) > ahead:
+                    yield waiting.popleft()
+            yield from waiting
+
+    def _convert(self, number: int, read: Future) -> None:
         first, last = self.groups[number], self.groups[number + 1]
         path = metadata.table_path(self.info, self.episodes, first)
         start, stop = (int(self.episodes.offsets[e]) for e in (first, last))
         try:
-            table = metadata.read_parquet(path)
+            table = read.result()
         except DatasetError as error:
             which = (
                 f"episode {self.episodes.ids[first]} has no table: " if last - first == 1 else ""
