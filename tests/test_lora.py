@@ -6,7 +6,10 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from wamlab.model.dit import MODEL_SIZES, WorldActionDiT
 from wamlab.model.lora import (
@@ -195,6 +198,24 @@ def test_adapters_that_do_not_fit_are_refused_before_anything_changes(tmp_path, 
     with pytest.raises(CheckpointError, match=message):
         load_lora(model, tmp_path / "lora")
     assert_same_state(model, before)
+
+
+def test_sharded_adapters_load_and_are_not_merged(tmp_path):
+    model = adapted(1)
+    save_lora(model, tmp_path / "lora")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            sharded = WorldActionDiT(CONFIG)
+        inject(sharded, LoRAConfig(rank=3, alpha=6.0))
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        load_lora(sharded, tmp_path / "lora")
+        got = {n: p.full_tensor() for n, p in sharded.state_dict().items()}
+        with pytest.raises(CheckpointError, match="merge them before `fully_shard`"):
+            load_lora(sharded, tmp_path / "lora", merged=True)
+    finally:
+        dist.destroy_process_group()
+    assert [n for n, p in model.state_dict().items() if not torch.equal(got[n], p)] == []
 
 
 def test_a_checkpoint_without_adapters_is_named(tmp_path):

@@ -13,7 +13,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from wamlab.jupyter.plot import GREY, INK
+from wamlab.jupyter.plot import GREY, INK, style
 from wamlab.model.attention import Layout
 from wamlab.model.flow_matching import STEPS, Schedule
 
@@ -25,42 +25,53 @@ KINDS: dict[str, tuple[str, str]] = {
 }
 
 
+@style()
 def plot_sample(
-    views_VT3HW: Tensor, action_AE: Tensor, *, prompt: str, fps: float, columns: int = 5
+    views_VT3HW: Tensor,
+    action_AE: Tensor,
+    *,
+    prompt: str,
+    fps: float,
+    cameras: Sequence[str],
+    channels: Sequence[str],
 ) -> Axes:
-    """Draw one training sample: each camera at a few moments, and the actions below.
+    """Draw one training sample: each camera at five moments, and the actions below.
 
     Args:
         views_VT3HW: uint8 [cameras, frames, 3, height, width].
         action_AE: normalised actions [steps, channels], real channels only.
         prompt: the text.
-        fps: frames a second of the recording, and of the actions.
-        columns: how many moments.
+        fps: actions a second.
+        cameras: their names.
+        channels: names of the action channels.
 
     Returns:
         The axes of the actions; x is seconds.
     """
-    cameras, count = views_VT3HW.shape[:2]
-    height, width = views_VT3HW.shape[-2:]
-    shape = (2 * columns, 2 * columns * (cameras * height / width) / columns + 2)
-    figure = plt.figure(figsize=shape, layout="constrained")
-    grid = figure.add_gridspec(cameras + 1, columns, height_ratios=[1.1] * cameras + [1.6])
+    columns, frames = 5, views_VT3HW.shape[1]
     seconds = len(action_AE) / fps
-    for column, t in enumerate(np.linspace(0, count - 1, columns).round().astype(int)):
-        for row in range(cameras):
+    rows = len(cameras)
+    figure = plt.figure(figsize=(10, 1.15 * rows + 2), layout="constrained")
+    grid = figure.add_gridspec(rows + 1, columns, height_ratios=[1.1] * rows + [1.8])
+    for column, t in enumerate(np.linspace(0, frames - 1, columns).round().astype(int)):
+        for row, camera in enumerate(cameras):
             ax = figure.add_subplot(grid[row, column])
             ax.imshow(views_VT3HW[row, t].permute(1, 2, 0).numpy())
-            ax.set_axis_off()
+            ax.set(xticks=[], yticks=[])
+            ax.spines[:].set_visible(False)
+            if column == 0:
+                ax.set_ylabel(camera, fontsize=8)
             if row == 0:
-                ax.set_title(f"{t / (count - 1) * seconds:.1f} s", fontsize=9, color=INK)
-    ax = figure.add_subplot(grid[cameras, :])
-    time = np.arange(len(action_AE)) / fps
-    ax.plot(time, action_AE.numpy(), lw=1)
+                ax.set_title(f"{t / (frames - 1) * seconds:.1f} s", fontsize=9)
+    ax = figure.add_subplot(grid[rows, :])
+    ax.plot(np.arange(len(action_AE)) / fps, action_AE.numpy(), lw=1, label=list(channels))
     ax.set(xlabel="time (s)", ylabel="action, normalised", xlim=(0, seconds), ylim=(-1.1, 1.1))
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
     figure.suptitle(prompt, fontsize=9, wrap=True, color=INK)
     return ax
 
 
+@style()
 def plot_mask(layout: Layout, ax: Axes | None = None) -> Axes:
     """Draw who sees whom: a row is a query, a coloured cell a key that it sees.
 
@@ -91,7 +102,7 @@ def plot_mask(layout: Layout, ax: Axes | None = None) -> Axes:
     for g in groups[1:]:
         ax.axhline(g.first - 0.5, color=GREY, lw=0.4)
         ax.axvline(g.first - 0.5, color=GREY, lw=0.4)
-    ax.set(xlabel="key: who is seen", ylabel="query: who looks")
+    ax.set(xlabel="key: who is seen (coloured by its kind)", ylabel="query: who looks")
     handles = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
     ax.legend(
         handles=handles, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False
@@ -99,6 +110,7 @@ def plot_mask(layout: Layout, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@style()
 def plot_shares(parts: Mapping[str, Mapping[str, float]], ax: Axes | None = None) -> Axes:
     """Draw what each part takes of a whole, grouped by part.
 
@@ -120,11 +132,13 @@ def plot_shares(parts: Mapping[str, Mapping[str, float]], ax: Axes | None = None
         ax.bar_label(bars, fmt="%.0f %%", padding=3, fontsize=8)
     ax.set_yticks(np.arange(len(names)) + 0.4 - height / 2, names)
     ax.invert_yaxis()
+    ax.margins(x=0.12)
     ax.set_xlabel("share (%)")
-    ax.legend(frameon=False)
+    ax.legend()
     return ax
 
 
+@style()
 def plot_equal(pairs: Mapping[str, tuple[float, float]], *, labels: tuple[str, str]) -> Axes:
     """Draw two measurements of many things against each other, on the diagonal where they agree.
 
@@ -145,6 +159,7 @@ def plot_equal(pairs: Mapping[str, tuple[float, float]], *, labels: tuple[str, s
     return ax
 
 
+@style()
 def plot_schedule(table: Schedule) -> Axes:
     """Draw the noise schedule: how noisy a drawn index is, and what its loss weighs.
 
@@ -161,10 +176,11 @@ def plot_schedule(table: Schedule) -> Axes:
     left.set(xlabel="drawn index k", ylabel="share of noise σ", title="Most draws are noisy")
     right.plot(table.time.numpy(), table.weight.numpy(), color=KINDS["C"][1], lw=2)
     right.set(xlabel="network time 1000 σ", ylabel="weight of the loss", title="The middle counts")
-    left.legend(frameon=False)
+    left.legend()
     return right
 
 
+@style()
 def plot_latents(rows: Mapping[str, Tensor], *, titles: Sequence[str], limit: float = 2.5) -> Axes:
     """Draw latent frames as small images, one row a clip.
 

@@ -130,12 +130,15 @@ def merge(model: nn.Module) -> None:
     Raises:
         CheckpointError: the parameters are sharded.
     """
+    _refuse_shards(model)
     for name, layer in adapters(model).items():
-        weight = layer.base_layer.weight
-        if isinstance(weight, DTensor):
-            raise CheckpointError(f"{name} is sharded: merge the adapters before `fully_shard`")
-        weight += layer.change.to(weight.dtype)
+        layer.base_layer.weight += layer.change.to(layer.base_layer.weight.dtype)
         model.set_submodule(name, layer.base_layer)
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise CheckpointError("sharded adapters cannot be merged: merge them before `fully_shard`")
 
 
 def load_lora(
@@ -144,7 +147,7 @@ def load_lora(
     *,
     merged: bool = False,
     alpha: float = 4.0,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> LoadReport:
     """Load adapters, and whatever else of the DiT the checkpoint holds.
 
@@ -156,11 +159,13 @@ def load_lora(
         source: as in `open_checkpoint`.
         merged: add the adapters to the weights instead of keeping them apart.
         alpha: the scale's numerator where no adapter_config.json lies beside the checkpoint.
-        device: where a meta model gets its memory.
+        device: as in `load_policy`.
 
     Raises:
         CheckpointError: it does not fit; the model is then unchanged.
     """
+    if merged:
+        _refuse_shards(model)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     stored = dit_names(checkpoint)
     adapted = adapters(model)

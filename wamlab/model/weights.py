@@ -53,7 +53,7 @@ def load_policy(
     model: nn.Module,
     source: str | Path | Checkpoint,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     fewer_layers: bool = False,
 ) -> LoadReport:
     """Load every parameter of a DiT from a DreamZero policy checkpoint.
@@ -62,7 +62,7 @@ def load_policy(
         model: a WorldActionDiT, on the meta device, in memory or sharded by FSDP2; keeps its dtype
             and its adapters, if it has any.
         source: as in `open_checkpoint`; names may carry "action_head.model." and ".base_layer".
-        device: where a meta model gets its memory (sharded parameters: their mesh's device).
+        device: where a meta model gets its memory; None: the CPU, or the mesh's if it is sharded.
         fewer_layers: let a model of fewer blocks ignore the checkpoint's further ones.
 
     Raises:
@@ -75,7 +75,7 @@ def load_backbone(
     model: nn.Module,
     source: str | Path | Checkpoint,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     seed: int = 0,
     fewer_layers: bool = False,
 ) -> LoadReport:
@@ -114,7 +114,7 @@ def _load(
     model: nn.Module,
     source: str | Path | Checkpoint,
     *,
-    device: str | torch.device,
+    device: str | torch.device | None,
     fewer_layers: bool,
     seed: int = 0,
     optional: tuple[tuple[str, ...], ...] = (),
@@ -223,7 +223,7 @@ def fill(
     checkpoint: Checkpoint,
     stored: Mapping[str, str],
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     kept: Collection[str] = (),
     seed: int = 0,
 ) -> None:
@@ -233,12 +233,14 @@ def fill(
         model: any module; parameters may be sharded (DTensor).
         checkpoint: where the values are.
         stored: {plain parameter name: stored name}.
-        device: where a meta model gets its memory.
+        device: as in `load_policy`.
         kept: plain names of parameters that stay as they are; all others start fresh.
         seed: of those that start fresh.
     """
-    if any(p.is_meta for p in model.state_dict(keep_vars=True).values()):
-        model.to_empty(device=device)
+    parameters = list(model.parameters())
+    if any(p.is_meta for p in parameters):
+        meshes = {p.device_mesh.device_type for p in parameters if isinstance(p, DTensor)}
+        model.to_empty(device=device or next(iter(meshes), "cpu"))
     for name, parameter in model.state_dict(keep_vars=True).items():
         plain = plain_name(name)
         if plain in stored:
