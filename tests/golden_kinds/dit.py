@@ -36,6 +36,10 @@ class Run:
     options: ModelOptions
     recompute: str = "none"
     compiler: str | None = None
+    device: str = "cpu"
+
+    def given(self, golden: Golden) -> dict[str, torch.Tensor]:
+        return {name: value.to(self.device) for name, value in golden.tensors("in/").items()}
 
 
 def runs(golden: Golden) -> list:
@@ -79,18 +83,18 @@ def build(golden: Golden, weights: Golden, run: Run) -> WorldActionDiT:
         if run.compiler:
             how = {"backend": run.compiler, "fullgraph": True, "dynamic": False}
             block.forward = torch.compile(block.forward, **how)
-    return dit
+    return dit.to(run.device)
 
 
 def check_forward(golden: Golden, run: Run) -> None:
     dit = build(golden, golden, run)
-    inputs, differentiated = golden.tensors("in/"), golden.tensors("grad_in/")
+    inputs, differentiated = run.given(golden), golden.tensors("grad_in/")
     for name in differentiated:
         inputs[name].requires_grad_()
     video, action = dit(**inputs)
     assert_close(video, golden.tensors("out/")["video"], 2e-5, "video")
     assert_close(action, golden.tensors("out/")["action"], 2e-5, "action")
-    weight = golden.tensors("loss_w/")
+    weight = {name: w.to(run.device) for name, w in golden.tensors("loss_w/").items()}
     ((video * weight["video"]).sum() + (action * weight["action"]).sum()).backward()
     got = {name: p.grad for name, p in dit.named_parameters()}
     assert_gradients_close(got, golden.tensors("grad/"))
@@ -141,7 +145,7 @@ def layout_of(sizes: dict, blocks: int) -> Layout:
 
 def check_loss(golden: Golden, run: Run) -> None:
     dit = build(golden, golden.sibling(golden.sidecar["weights_from"]), run)
-    given, want, mode = golden.tensors("in/"), golden.tensors("out/"), golden.sidecar["mode"]
+    given, want, mode = run.given(golden), golden.tensors("out/"), golden.sidecar["mode"]
     per_block, registers = dit.config.num_frame_per_block, dit.config.num_action_per_block
     beta = flow_matching.beta_index(given["beta_sample_raw"])
     video = flow_matching.share_in_blocks(
@@ -153,8 +157,8 @@ def check_loss(golden: Golden, run: Run) -> None:
         if coupled
         else given["timestep_action_id_raw"]
     )
-    assert torch.equal(video, want["timestep_id"])
-    assert torch.equal(action, want["timestep_action_id"])
+    assert torch.equal(video.cpu(), want["timestep_id"])
+    assert torch.equal(action.cpu(), want["timestep_action_id"])
     noised = flow_matching.add_noise(
         given["latents"],
         given["noise"],

@@ -45,7 +45,7 @@ class Golden:
 
 def relative_l2(got: Tensor, want: Tensor, floor: float = 1e-30) -> float:
     """Return |got - want| / max(|want|, floor) in double precision."""
-    got, want = got.detach().double(), want.double()
+    got, want = got.detach().cpu().double(), want.cpu().double()
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     return float(torch.linalg.norm(got - want)) / max(float(torch.linalg.norm(want)), floor)
 
