@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 RANK = int(os.environ.get("RANK", 0))
@@ -64,6 +65,7 @@ def collide(config: dict) -> None:
 def stay(config: dict) -> None:
     """Ignore SIGTERM, start a grandchild in a session of its own that does too, and stay."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    held = SharedMemory(f"wamlab-test-{os.getpid()}", create=True, size=1000)  # noqa: F841
     command = [sys.executable, "-c", STUBBORN]
     child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
     child.stdout.readline()

@@ -13,6 +13,7 @@ The handle, the monitor and the guard share nothing else, so that a run can be w
 from another kernel, and read after both are gone. Nothing here imports torch.
 """
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ import psutil
 from wamlab.config import ConfigError
 
 OWN_FILES = ("job.json", "guard.json", "stop", "end.json", "failures.json", "steps.jsonl")
+MARK = "WAMLAB_RUN"  # the environment variable that names the run to all its processes
 TAIL_BYTES = 64 * 1024  # enough for any last 20 lines worth reading
 
 
@@ -87,6 +89,13 @@ class RunFolder:
         """Ask the guard to end the run; it looks several times a second."""
         (self.path / "stop").touch()
 
+    def sweep(self) -> None:
+        """SIGKILL what a killed guard left behind: every process with this run's environment."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+                if process.environ().get(MARK) == str(self.path) and not is_helper(process):
+                    process.kill()
+
     def tail(self, rank: int | None = 0, lines: int = 20) -> list[str]:
         """Return the last lines of a rank's log (None: the launcher's); empty before it exists."""
         path = self.log(rank)
@@ -104,4 +113,12 @@ def is_alive(pid: int, created: float) -> bool:
         same = abs(process.create_time() - created) < 1.0
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
+        return False
+
+
+def is_helper(process: psutil.Process) -> bool:
+    """Tell Python's resource tracker, which frees the shared memory of the dead and then ends."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
         return False

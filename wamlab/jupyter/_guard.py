@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from wamlab.jupyter._folder import RunFolder
+from wamlab.jupyter._folder import RunFolder, is_helper
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from SIGTERM to SIGKILL; all must be gone within 10 s, on a busy machine too
@@ -105,7 +105,7 @@ class Guard:
         give_up = time.monotonic() + 5.0  # a process in an uninterruptible system call stays
         while time.monotonic() < give_up:
             left = [p for p in psutil.Process().children(recursive=True) if p.pid != spared]
-            left = [p for p in left if not _is_helper(p) or time.monotonic() > give_up - 4.0]
+            left = [p for p in left if not is_helper(p) or time.monotonic() > give_up - 4.0]
             for process in left:
                 self._kill_one(process)
             if spared is None:
@@ -148,14 +148,6 @@ class Guard:
             elif "ok" not in report:
                 found.append((True, when, rank, {"rank": rank, "exit_code": code}))
         return min(found)[-1] if found else None
-
-
-def _is_helper(process: psutil.Process) -> bool:
-    """Tell Python's resource tracker, which frees the shared memory of the dead if it may live."""
-    try:
-        return "resource_tracker" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
 
 
 def _reap() -> None:

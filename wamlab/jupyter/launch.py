@@ -7,7 +7,6 @@ torch.distributed.run, so the caller may hold a CUDA context, stale MASTER_* var
 an interrupt or the caller's death.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -26,7 +25,7 @@ import psutil
 
 from wamlab.config import ConfigError, to_dict
 from wamlab.jupyter import _ship
-from wamlab.jupyter._folder import RunFolder
+from wamlab.jupyter._folder import MARK, RunFolder
 from wamlab.jupyter._runner import decode
 
 STALE = re.compile(
@@ -131,7 +130,7 @@ class Job:
         while self.status == "running" and time.monotonic() < deadline:
             time.sleep(0.05)
         if self.status == "running":
-            _kill_tree(self._files.read("guard.json")["pid"])
+            self._files.sweep()
         self._finish()
 
     def wait(self, timeout_s: float | None = None) -> str:
@@ -177,6 +176,8 @@ class Job:
     def _finish(self) -> None:
         if self._guard is not None:
             self._guard.wait(5.0)
+        if self.status == "lost":
+            self._files.sweep()
         while self._on_end:
             self._on_end.pop()()
 
@@ -280,7 +281,7 @@ def _environment(env: Mapping[str, str] | None, threads: int | None, nproc: int)
 
 def _start_guard(folder: RunFolder, environment: dict[str, str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "wamlab.jupyter._guard", str(folder.path), str(os.getpid())]
-    environment["WAMLAB_RUN"] = str(folder.path)
+    environment[MARK] = str(folder.path)
     with folder.log().open("ab") as log:
         guard = subprocess.Popen(
             command,
@@ -293,15 +294,3 @@ def _start_guard(folder: RunFolder, environment: dict[str, str]) -> subprocess.P
     created = psutil.Process(guard.pid).create_time()
     folder.write("guard.json", {"pid": guard.pid, "created": created})
     return guard
-
-
-def _kill_tree(pid: int) -> None:
-    """SIGKILL a guard that does not answer, and all below it."""
-    try:
-        root = psutil.Process(pid)
-        processes = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            process.kill()

@@ -78,18 +78,19 @@ class Monitor:
         self.steps = StepFile(self.files.path / "steps.jsonl")
         self.total = (self.job["config"] or {}).get("steps")
         self.redraws = 0  # pictures and texts sent to the page
-        self._began = time.monotonic()
+        self._running, self._stale = True, False
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def show(self) -> "Monitor":
         """Show the monitor below the cell and return at once."""
         self._bar = widgets.IntProgress(max=self.total or 1, layout={"width": "220px"})
         self._label = widgets.Label("starting")
-        self._stop = widgets.Button(description="Stop", button_style="danger", icon="stop")
+        self._stop = widgets.Button(description="Stop", button_style="danger")
         self._stop.on_click(self._on_stop)
         self._log = widgets.HTML()
-        line = widgets.HBox([self._bar, self._stop, self._label])
-        self._control = display(widgets.VBox([line, self._log]), display_id=True)
+        line = widgets.HBox([self._bar, self._stop])
+        stack = widgets.VBox([line, self._label, self._log])
+        self._control = display(stack, display_id=True)
         self._picture = display(HTML(""), display_id=True)
         self._thread.start()
         return self
@@ -123,8 +124,6 @@ class Monitor:
         text = f"{self.files.status()}: {self.summary()}"
         self._control.update(HTML(f"<b>{html.escape(name)}</b> {html.escape(text)}"))
 
-    _stale = False
-
     def _show_line(self) -> None:
         text = self.summary()
         lines = html.escape("\n".join(self.files.tail(0, LOG_LINES)))
@@ -144,7 +143,7 @@ class Monitor:
         last = self.steps.last
         done = len(self.steps.rows)
         parts = [f"{ranks}, step {done}" + (f" of {self.total}" if self.total else "")]
-        if self.total and done < self.total:
+        if self.total and done < self.total and self._running:
             parts.append(f"{self._left(done)} left")
         for name, form in FORMS.items():
             value = last(name)
