@@ -5,6 +5,8 @@ h w latent pixels.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,17 @@ from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded
 from wamlab.model.vae_blocks import (
     AvgDown,
     CausalConv3d,
+    Conv3d,
     Down,
     DupUp,
     FrameAttention,
     Head,
     Level,
     ResBlock,
+    RMSNorm,
     State,
     Up,
+    normalise_rows,
 )
 
 PREFIX = "action_head.vae.model."
@@ -43,6 +48,7 @@ class VAEConfig:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     multipliers: tuple[int, ...] = (1, 2, 4, 4)
+    decoder_multipliers: tuple[int, ...] | None = None  # null: the encoder's
 
     @property
     def spatial(self) -> int:
@@ -96,7 +102,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: VAEConfig) -> None:
         super().__init__()
-        dims = [config.decoder_dim * m for m in (config.multipliers[-1], *config.multipliers[::-1])]
+        widths = (config.decoder_multipliers or config.multipliers)[::-1]
+        dims = [config.decoder_dim * m for m in (widths[0], *widths)]
         self.patch = config.patch
         self.conv1 = CausalConv3d(config.z_dim, dims[0], (3, 3, 3))
         self.middle = _middle(dims[0])
@@ -177,6 +184,15 @@ class VAE(nn.Module):
             if parameter.dim() in formats:
                 order = formats[parameter.dim()]
                 parameter.data = parameter.data.contiguous(memory_format=order)
+        for module in self.modules():
+            if isinstance(module, Conv3d):
+                module.fill = (-module.in_channels % 8, -module.out_channels % 8)
+
+    def compile_norms(self) -> None:
+        """Compile the norms alone, for training channels last: one small graph a width."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.rows = _compiled_rows()
 
     def compile_encoder(self, **how: Any) -> None:
         """Compile the whole-clip encoder as one graph, once a shape; `how` is torch.compile's."""
@@ -235,7 +251,8 @@ class VAE(nn.Module):
         if self.decoder is None:
             raise ConfigError("this VAE was built with encoder_only=True: it cannot decode")
         # widest: the input of the last upsampling convolution (2.1) or of the last level (2.2)
-        frame = 2 * self.config.decoder_dim * 8**2 * latents[0, 0, 0].numel()
+        wide = self.config.decoder_multipliers or self.config.multipliers
+        frame = wide[1] * self.config.decoder_dim * 8**2 * latents[0, 0, 0].numel()
         frames = min(chunk or MAX_ELEMENTS, 4 * latents.shape[2] - 3)
         parts = self._split(latents, frame, frames)
         videos = [self._decode(part, chunk and chunk // 4) for part in parts]
@@ -257,6 +274,17 @@ class VAE(nn.Module):
         # About six of them live at once in eager mode, most of them the norms' fp32 intermediates.
         fits = self.memory_gib * 2**30 / (6 * elements * self.conv1.weight.element_size())
         return x.split(max(1, int(min(MAX_ELEMENTS // elements, fits))))
+
+
+@functools.cache
+def _compiled_rows() -> Callable[..., Tensor]:
+    compiled = torch.compile(normalise_rows)
+
+    def rows(x_NC: Tensor, *how: Any) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(x_NC, 0)  # any clip, one graph for each width
+        return compiled(x_NC, *how)
+
+    return rows
 
 
 def _check_chunk(chunk: int | None) -> None:
@@ -308,7 +336,15 @@ VAE_SIZES: dict[str, VAEConfig] = {
     0.5726 1.2042 0.5458 1.6887 0.3971 1.0600 0.3943 0.5537 0.5444 0.4089 0.7468 0.7744"""),
     ),
     # Wan2.2 in small; its trained weights bring their own statistics
-    "tiny": VAEConfig(dim=8, decoder_dim=12, z_dim=48, patch=2, mean=(0.0,) * 48, std=(1.0,) * 48),
+    "tiny": VAEConfig(
+        dim=8,
+        decoder_dim=8,
+        decoder_multipliers=(2, 3, 6, 6),
+        z_dim=48,
+        patch=2,
+        mean=(0.0,) * 48,
+        std=(1.0,) * 48,
+    ),
 }
 
 

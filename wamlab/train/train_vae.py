@@ -205,16 +205,15 @@ def train_vae(config: VAETrainConfig) -> float:
         ConfigError: no episode is as long as one clip.
     """
     device = dist.device(config.device)
-    torch.backends.cudnn.benchmark = device.type == "cuda"  # four shapes, met again and again
     start = time.monotonic()
     train, held = load_episodes(config, device)
     frames = sum(map(len, train.grids))
     dist.print0(f"decoded {frames} training frames in {time.monotonic() - start:.0f} s")
     clips = held.clips(config.evaluation_clips, 33, np.random.default_rng(1))
     vae = load_vae("tiny", seed=config.seed, device=device).requires_grad_(True).train()
-    if device.type == "cuda":
-        vae.channels_last()
     mean = copy.deepcopy(vae).requires_grad_(False)
+    if device.type == "cuda":
+        _make_fast(vae)
     _fit(vae, mean, train, clips, config)
     measure_statistics(mean, train, config)
     score = evaluate(mean, clips, config.target_hw)
@@ -231,10 +230,18 @@ def train_vae(config: VAETrainConfig) -> float:
     return score
 
 
+def _make_fast(vae: VAE) -> None:
+    torch.backends.cudnn.benchmark = True  # four shapes, met again and again
+    torch._dynamo.config.recompile_limit = 64  # one graph for each width of a norm
+    vae.channels_last()
+    vae.compile_norms()
+
+
 def _fit(vae: VAE, mean: VAE, train: Episodes, clips: Tensor, config: VAETrainConfig) -> None:
     """Train `vae` until the clock is over; `mean` follows it and is looked at now and then."""
     device = clips.device
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=config.lr, weight_decay=0.0)
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(vae.parameters(), config.lr, weight_decay=0.0, fused=fused)
     rng, clock, looks = np.random.default_rng(config.seed), Clock(config), 0
     kinds = shapes(config)
     budget = config.clips * 9 * math.prod(config.target_hw)
