@@ -1,0 +1,120 @@
+"""The command line: every mistake is one line that says what is allowed, and exit code 2."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from wamlab.__main__ import COMMANDS, main
+from wamlab.cli import demo, doctor
+from wamlab.measure import Record
+
+
+def refused(capsys, *argv: str) -> str:
+    """Return the one line that a refused command prints."""
+    assert main(list(argv)) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_help_names_every_command(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+def test_every_command_has_its_options(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code == 0
+        assert f"wamlab {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys):
+    assert "did you mean 'demo'" in refused(capsys, "dmeo")
+
+
+def test_an_unknown_option_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--sise", "tiny"])
+    assert stop.value.code == 2
+    assert "--sise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "nowhere"], "--data nowhere: no such folder"),
+        (["--size", "tinny"], "unknown model size 'tinny'.*did you mean 'tiny'"),
+        (["--embodiment", "droit"], "unknown embodiment 'droit'.*did you mean 'droid'"),
+        (["--video", "none.mp4"], "none.mp4: no such file"),
+        (["--repeats", "0"], "--repeats 0: at least 1"),
+    ],
+)
+def test_the_demo_refuses_bad_input_before_it_starts(capsys, tmp_path, argv, message):
+    line = refused(capsys, "demo", "--out", str(tmp_path / "out"), *argv)
+    assert re.search(message, line), line
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_data_set_without_a_needed_column_is_refused_and_leaves_no_result(
+    capsys, tmp_path, data_samples, monkeypatch
+):
+    root = tmp_path / "broken"
+    shutil.copytree(data_samples / "droid_mini", root)
+    for table in root.rglob("*.parquet"):
+        _drop_column(table, "action")
+    monkeypatch.setattr(demo, "_time_decoders", lambda *_: [])
+    line = refused(capsys, "demo", "--data", str(root), "--out", str(tmp_path / "out"))
+    assert "action" in line
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def _drop_column(table: Path, name: str) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(pq.read_table(table).drop_columns([name]), table)
+
+
+def test_the_demo_writes_its_report_from_the_rows_it_measured(tmp_path, capsys, monkeypatch):
+    rows = [
+        Record(name="official", samples_per_s=1.0, losses=(2.0, 1.0)),
+        Record(name="compute", dimension="compute", reason="compile needs g++"),
+    ]
+    monkeypatch.setattr(demo, "ladder", lambda *_, **__: rows)
+    monkeypatch.setattr(demo, "_time_decoders", lambda *_: [])
+    assert main(["demo", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "needs g++" in out
+    assert "00_machine" in out
+    assert "needs g++" in (tmp_path / "report.html").read_text()
+
+
+def test_the_rows_of_the_demo_name_known_optimizations():
+    from wamlab.train.optimizations import build_optimizations
+
+    for on_gpu in (False, True):
+        names = [row.name for row in demo.rows(on_gpu)]
+        assert names[0] == "official"
+        assert len(names) == 6
+    for row in demo.rows(False):
+        build_optimizations(row.optimizations)
+
+
+def test_doctor_reports_as_text_and_as_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"support", "machine", "packages", "compute", "video", "decoders"}
+    assert report["packages"]["torch"]["found"][0].isdigit()
+    assert main(["doctor"]) == 0
+    assert "ffmpeg" in capsys.readouterr().out
+
+
+def test_doctor_names_the_cure_for_a_missing_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert "g++" in doctor._compiler()["cure"]
