@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from toy_model import ToyBlock, ToyLoader, ToyModel
 
 from wamlab.config import ConfigError, from_dict, to_dict
-from wamlab.train.checkpoint import CheckpointError
+from wamlab.model.stored import CheckpointError
 from wamlab.train.communication import training_group
 from wamlab.train.config import PRESETS, TrainConfig
 from wamlab.train.metrics import NonFiniteError
@@ -228,7 +228,7 @@ class Plain(nn.Module):
     [
         ([], {"global_batch": 0}, r"global_batch must be at least 1, got 0"),
         ([], {"warmup_steps": 4}, r"warmup_steps 4 leaves none of the 4 steps"),
-        ([], {"save_every": 2}, r"save_every needs `out`"),
+        ([], {"save_every": 2}, r"save_every and export need `out`"),
         (["fuse_adamw"], {}, r"unknown optimization 'fuse_adamw'.*did you mean 'fused_adamw'"),
         ([BATCH, BATCH], {}, r"'micro_batch' is listed twice"),
         ([{"name": BATCH, "sise": 2}], {}, r"did you mean 'size'"),

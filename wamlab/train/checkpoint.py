@@ -22,14 +22,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from wamlab.config import UserError, save_json
+from wamlab.config import save_json
 from wamlab.dist import rank
+from wamlab.model.stored import CheckpointError
 
 MARKER = "complete.json"
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written, found or loaded; names the folder and what to do."""
 
 
 class Checkpoints:

@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any, Literal
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, lookup
 from wamlab.data.loader import DataConfig
+from wamlab.model.lora import LoRAConfig
 from wamlab.model.wam import WAMConfig
+from wamlab.train.metrics import TRACKERS
 from wamlab.train.optim import OptimConfig
 from wamlab.train.optimizations import build_optimizations
 
@@ -20,6 +22,9 @@ class TrainConfig:
     name: str = "train"
     model: WAMConfig | None = dataclasses.field(default_factory=WAMConfig)
     data: DataConfig | None = dataclasses.field(default_factory=DataConfig)
+    policy: str | None = None  # start from a public policy checkpoint
+    backbone: str | None = None  # start from a plain Wan backbone; what it lacks starts fresh
+    lora: LoRAConfig | None = None  # train adapters and the action and state modules only
     optimizations: tuple[str | dict[str, Any], ...] = ()
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     steps: int = 7  # optimizer steps, warm-up included
@@ -33,6 +38,7 @@ class TrainConfig:
     log_every: int = 10  # steps between two reads of the device
     save_every: int = 0  # steps between two checkpoints; 0 saves none
     keep: int = 2  # complete checkpoints that stay
+    export: bool = False  # write the weights under the public names at the end, to `out`/weights
     resume: bool = True  # go on from the newest complete checkpoint under `out`
     validate_every: int = 0
     validation: DataConfig | None = None
@@ -40,7 +46,7 @@ class TrainConfig:
     max_skipped: int = (
         10  # consecutive steps with a non-finite loss or gradient before the run stops
     )
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[str, ...] = ()  # names of TRACKERS
     timeout_s: float = 600.0  # of one collective
 
     def __post_init__(self) -> None:
@@ -51,10 +57,16 @@ class TrainConfig:
             raise ConfigError(
                 f"warmup_steps {self.warmup_steps} leaves none of the {self.steps} steps to measure"
             )
-        if self.save_every and not self.out:
-            raise ConfigError("save_every needs `out`, the folder that checkpoints go to")
+        if (self.save_every or self.export) and not self.out:
+            raise ConfigError("save_every and export need `out`, the folder that they write to")
+        if self.policy and self.backbone:
+            raise ConfigError("policy and backbone both say where the weights start: set one")
         if bool(self.validate_every) != bool(self.validation):
             raise ConfigError("validate_every and validation go together: set both or neither")
+        for name in self.trackers:
+            lookup(TRACKERS, name, "tracker")
+            if name != "console" and not self.out:
+                raise ConfigError(f"tracker {name!r} needs `out`, the folder that it writes to")
         build_optimizations(self.optimizations)
 
 

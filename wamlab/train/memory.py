@@ -21,6 +21,7 @@ import torch
 
 from wamlab.config import UserError, replace
 from wamlab.model.attention import Layout
+from wamlab.model.lora import LoRAConfig, inject
 from wamlab.model.wam import WAMConfig, WorldActionModel
 from wamlab.train.optimizations import Fsdp2, StepPlan, recompute_of
 
@@ -41,6 +42,7 @@ class ModelShape:
     """What the prediction must know of a model."""
 
     trained: int  # parameters
+    base: int  # parameters of the trained network that are frozen, sharded with it
     block: int  # parameters of the largest block
     layers: int
     dim: int
@@ -86,11 +88,13 @@ class Memory:
         return "\n".join(f"  {name:<18}{value / GIB:9.2f} GiB" for name, value in parts.items())
 
 
-def shape_of(config: WAMConfig) -> ModelShape:
+def shape_of(config: WAMConfig, lora: LoRAConfig | None = None) -> ModelShape:
     """Return a world action model's shape, from a copy on the meta device that holds no memory."""
     plain = replace(config, vae_weights=None, text_weights=None, image_weights=None)
     with torch.device("meta"):
         model = WorldActionModel(plain)
+    if lora:
+        inject(model.dit, lora)
     height, width = config.encoders.target_hw or (352, 640)
     side, dit, vae = model.vae.config.spatial, model.dit.config, model.vae.config
     layout = Layout(
@@ -104,7 +108,8 @@ def shape_of(config: WAMConfig) -> ModelShape:
     first_maps = FRAMES * height * width // vae.patch**2 * vae.dim * width_bytes
     frozen = [p for module in model.frozen() for p in module.parameters()]
     return ModelShape(
-        trained=sum(p.numel() for p in model.dit.parameters()),
+        trained=sum(p.numel() for p in model.dit.parameters() if p.requires_grad),
+        base=sum(p.numel() for p in model.dit.parameters() if not p.requires_grad),
         block=max(sum(p.numel() for p in b.parameters()) for b in model.blocks()),
         layers=len(model.blocks()),
         dim=dit.dim,
@@ -130,7 +135,8 @@ class Setting:
 def predict(setting: Setting) -> Memory:
     """Predict the memory of one training step."""
     shape, plan, fsdp = setting.shape, setting.plan, setting.plan.fsdp
-    own = shape.trained * (fsdp.replicate if fsdp else setting.world) / setting.world
+    share = (fsdp.replicate if fsdp else setting.world) / setting.world
+    own = shape.trained * share
     split = plan.optimizer == "split"
     weight = 2.0 if split else 4.0
     moments = 8.0 if not split else 6.0 + 2.0 * (plan.second_moment == "fp32")
@@ -139,7 +145,7 @@ def predict(setting: Setting) -> Memory:
     kept = [_kept(shape, recompute_of(plan.recompute, i), plan) for i in range(shape.layers)]
     unsharded, gathered = _whole(setting, compute)
     return Memory(
-        parameters=own * weight,
+        parameters=own * weight + shape.base * share * 4.0,
         optimizer=own * moments,
         gradients=own * weight,
         unsharded=unsharded,
@@ -162,8 +168,8 @@ def _whole(setting: Setting, compute: float) -> tuple[float, float]:
     shape, fsdp = setting.shape, setting.plan.fsdp
     if fsdp is None:  # autocast keeps a bf16 copy of every weight until the forward ends
         copied = compute == 2.0 and setting.plan.optimizer != "split"
-        return (shape.trained * 2.0 if copied else 0.0), 0.0
-    root = shape.trained - shape.layers * shape.block
+        return (shape.trained + shape.base) * 2.0 * copied, 0.0
+    root = shape.trained + shape.base - shape.layers * shape.block
     kept = shape.layers if fsdp.keep_unsharded < 0 else min(fsdp.keep_unsharded, shape.layers)
     at_work = 1 + fsdp.prefetch
     gradients = shape.trained * 4.0 if fsdp.defer_sync else shape.block * compute

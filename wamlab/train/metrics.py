@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wamlab.config import UserError
-from wamlab.dist import gather, rank
+from wamlab.dist import gather, print0, rank
 from wamlab.measure import Timing, append_jsonl, mfu, peak_gib, read_jsonl
 
 LOSSES = ("loss", "dynamics_loss", "action_loss")
@@ -220,6 +220,20 @@ def _who(numbers: StepNumbers) -> list[dict[str, Any]]:
     return named or [{"rank": f["rank"], "sample_ids": f["all"]} for f in found]
 
 
+def console(folder: Path | None) -> Callable[[StepRecord], None]:
+    """Return a tracker that prints one line a step."""
+
+    def track(record: StepRecord) -> None:
+        wait = record.data_wait_ms / record.step_ms
+        print0(
+            f"step {record.step:>6}  loss {record.loss:8.5f}  norm {record.grad_norm:8.3f}  "
+            f"lr {record.lr:.2e}  {record.step_ms:8.1f} ms  {record.samples_per_s:7.2f} samples/s  "
+            f"data wait {wait:4.0%}  {record.peak_gib:6.2f} GiB" + "  SKIPPED" * record.skipped
+        )
+
+    return track
+
+
 def tensorboard(folder: Path) -> Callable[[StepRecord], None]:
     """Return a tracker that writes TensorBoard scalars (extra `trackers`)."""
     from torch.utils.tensorboard import SummaryWriter
@@ -243,7 +257,8 @@ def wandb(folder: Path) -> Callable[[StepRecord], None]:
     return lambda record: run.log(dataclasses.asdict(record), step=record.step)
 
 
-TRACKERS: dict[str, Callable[[Path], Callable[[StepRecord], None]]] = {
+TRACKERS: dict[str, Callable[[Any], Callable[[StepRecord], None]]] = {
+    "console": console,
     "tensorboard": tensorboard,
     "wandb": wandb,
 }

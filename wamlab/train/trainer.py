@@ -22,15 +22,15 @@ from wamlab.dist import device as pick_device
 from wamlab.dist import print0, rank
 from wamlab.draws import Draws
 from wamlab.measure import Record, StepClock, append_jsonl, reset_peak, stamp, synchronize
-from wamlab.model.wam import WorldActionModel
+from wamlab.model.stored import CheckpointError
 from wamlab.train import memory
-from wamlab.train.checkpoint import CheckpointError, Checkpoints, load, read_marker
-from wamlab.train.communication import StopSignal, average_gradients, data_mesh, training_group
+from wamlab.train.build import build_model, export, prepare
+from wamlab.train.checkpoint import Checkpoints, load, read_marker
+from wamlab.train.communication import StopSignal, average_gradients, training_group
 from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES, TRACKERS, StepLog, StepNumbers
-from wamlab.train.optim import AdamW, SplitAdamW, lr_at, reduce_step, split_master
+from wamlab.train.optim import lr_at, reduce_step
 from wamlab.train.optimizations import build_optimizations, build_plan, check_needs
-from wamlab.train.wrap import wrap
 
 
 def train(config: TrainConfig | Mapping[str, Any]) -> Record:
@@ -68,7 +68,10 @@ class Trainer:
         self.share, self.micro_batch = self._shares()
         self.out = Path(config.out) if config.out else None
         self._memory = self._check_memory() if model is None else contextlib.nullcontext()
-        self._build_model(model)
+        self.model = (build_model(config, self.device) if model is None else model).to(self.device)
+        self.parameters, self.optimizer = prepare(
+            self.model, self.plan, self.optimizations, config=config, device=self.device
+        )
         self.step_count = self.first_step = 0
         self.checkpoints = None
         if self.out:
@@ -98,7 +101,7 @@ class Trainer:
         if self.device.type != "cuda":
             return contextlib.nullcontext()
         setting = memory.Setting(
-            shape=memory.shape_of(self.config.model),
+            shape=memory.shape_of(self.config.model, self.config.lora),
             plan=self.plan,
             precision=self.config.precision,
             world=self.world,
@@ -107,30 +110,6 @@ class Trainer:
         capacity = memory.usable_bytes(self.device)
         memory.check(setting, capacity)
         return memory.explained(setting, capacity, self._last_good)
-
-    def _build_model(self, model: nn.Module | None) -> None:
-        if model is None:
-            with self.device:
-                model = WorldActionModel(self.config.model)
-        self.model = model.to(self.device)
-        for optimization in self.optimizations:
-            optimization.apply_model(self.model)
-        for module in self.model.frozen():
-            module.requires_grad_(False).eval()
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        split = self.plan.optimizer == "split"
-        low = {n: split_master(p) for n, p in trained.items()} if split else None
-        mesh = data_mesh(self.device, self.plan.fsdp.replicate) if self.plan.fsdp else None
-        wrap(self.model, self.plan, mesh, self.config.precision)
-        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        optim = self.config.optim
-        if split:
-            second = torch.bfloat16 if self.plan.second_moment == "bf16" else torch.float32
-            made = {"low": low, "second": second, "seed": self.config.seed}
-            self.optimizer = SplitAdamW(self.parameters, optim, **made)
-        else:
-            fused = self.plan.optimizer == "fused"
-            self.optimizer = AdamW(self.parameters, optim, fused=fused)
 
     def _loader(self, data: Any, *, train: bool) -> Any:
         for optimization in self.optimizations:
@@ -148,7 +127,7 @@ class Trainer:
 
     def _build_log(self) -> StepLog:
         flops = getattr(self.model, "flops_per_sample", None)
-        trackers = self.config.trackers if self.out and rank() == 0 else ()
+        trackers = self.config.trackers if rank() == 0 else ()
         return StepLog(
             self.device,
             self.out and self.out / "steps.jsonl",
@@ -157,7 +136,7 @@ class Trainer:
             flops_per_sample=flops and flops(),
             precision=self.config.precision,
             max_skipped=self.config.max_skipped,
-            trackers=[TRACKERS[name](self.out / "tracker") for name in trackers],
+            trackers=[TRACKERS[name](self.out and self.out / name) for name in trackers],
         )
 
     def fit(self) -> Record:
@@ -177,6 +156,8 @@ class Trainer:
                 self.step()
                 stopped = stop.agreed()
                 self._between_steps(last=stopped or self.step_count == self.config.steps)
+            if self.config.export and not stopped:
+                export(self.model, self.out / "weights")
             parts = None if stopped else self._time_parts()
         return self._result(parts, f"stopped by {stop.name or 'another rank'}" if stopped else None)
 

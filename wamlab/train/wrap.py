@@ -86,6 +86,9 @@ def _shard(
 
 
 def unsharded(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on every rank: frozen ones, and scalars (FSDP2 shards
-    rows)."""
-    return {p for p in model.parameters() if not p.requires_grad or p.ndim == 0}
+    """Return the parameters that stay whole on every rank: the frozen modules', and scalars.
+
+    What is frozen inside the trained network (the backbone under adapters) is sharded with it.
+    """
+    frozen = {p for module in model.frozen() for p in module.parameters()}
+    return frozen | {p for p in model.parameters() if p.ndim == 0}  # FSDP2 shards rows
