@@ -1,13 +1,14 @@
 """UniPC's tables and steps, and the chunked rollout with its KV cache."""
 
-import dataclasses
+import functools
 
 import pytest
 import torch
 
-from golden_kinds.golden import Golden, assert_close
+from golden_kinds.dit import Run, build
+from golden_kinds.golden import Golden, assert_close, smallest_of_kind
 from wamlab.model.cached_dit import CachedDiT, Conditioning
-from wamlab.model.dit import DiTConfig, ModelOptions, WorldActionDiT
+from wamlab.model.dit import ModelOptions
 from wamlab.model.unipc import UniPC, shifted_sigmas
 
 
@@ -33,25 +34,31 @@ def check_unipc(golden: Golden, steps: int) -> None:
 
 
 def rollout_cases(golden: Golden) -> list:
+    """The operations of each kind eagerly; compiled the smallest golden, the others marked slow."""
+    ways = {
+        "reference": (Run(ModelOptions(impl="reference")), None),
+        "fused": (Run(ModelOptions()), None),
+        "compiled": (Run(ModelOptions()), "aot_eager"),
+        "inductor": (Run(ModelOptions()), "inductor"),
+    }
+    fast = {"reference", "fused"} | ({"compiled"} if smallest_of_kind(golden) else set())
     return [
-        pytest.param(lambda g, impl=impl: check_rollout(g, impl), id=f"rollout-{impl}")
-        for impl in ("reference", "fused")
+        pytest.param(
+            functools.partial(check_rollout, run=run, compiler=compiler),
+            id=f"rollout-{name}",
+            marks=() if name in fast else pytest.mark.slow,
+        )
+        for name, (run, compiler) in ways.items()
     ]
 
 
-def build(golden: Golden, impl: str) -> WorldActionDiT:
-    """The network that the sidecar describes, with the weights it names."""
-    fields = {f.name for f in dataclasses.fields(DiTConfig)}
-    config = DiTConfig(**{k: v for k, v in golden.sidecar["config"].items() if k in fields})
-    dit = WorldActionDiT(config, ModelOptions(impl=impl))
-    weights = golden.sibling(golden.sidecar["weights_from"])
-    dit.load_state_dict(weights.tensors("state/"))
-    return dit
-
-
-def check_rollout(golden: Golden, impl: str) -> None:
-    dit = build(golden, impl)
-    given, want = golden.tensors("in/"), golden.tensors("out/")
+def check_rollout(golden: Golden, run: Run, compiler: str | None) -> None:
+    dit = build(golden, golden.sibling(golden.sidecar["weights_from"]), run)
+    if compiler:  # one block: each of the four calls is a graph of its own, as the cache grows
+        first = dit.blocks[0]
+        how = {"backend": compiler, "fullgraph": True, "dynamic": False}
+        first.forward = torch.compile(first.forward, **how)
+    given, want = run.given(golden), golden.tensors("out/")
     conditions = {k: given.get(k) for k in ("context", "clip_feature", "y")}
     past, got = CachedDiT(dit, Conditioning(**conditions)), {}
     frames, actions, states = (
