@@ -73,6 +73,18 @@ def stay(config: dict) -> None:
     time.sleep(600)
 
 
+def hold_gpu(config: dict) -> None:
+    """Hold 4 GiB of this rank's GPU, deaf to SIGTERM."""
+    import torch
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    held = torch.ones(2**30, device=f"cuda:{os.environ['LOCAL_RANK']}")
+    torch.cuda.synchronize()
+    Path(os.environ["WAMLAB_RUN"], f"up{RANK}").touch()
+    time.sleep(600)
+    del held
+
+
 def train(config: dict) -> dict:
     """Write a StepRecord every `pause` seconds."""
     from wamlab.measure import append_jsonl

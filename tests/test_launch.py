@@ -285,3 +285,13 @@ def test_source_that_is_not_kept_is_refused():
     code = "from wamlab.jupyter._ship import ship\ndef f(c): pass\nship(f)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "the source of f is not kept here" in run.stderr
+
+
+def test_no_display_package_is_imported():
+    """launch, ladder and report serve scripts and the command line too."""
+    code = (
+        "import sys, wamlab.jupyter.launch, wamlab.jupyter.ladder, wamlab.jupyter.report;"
+        "print([m for m in ('IPython', 'ipywidgets') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

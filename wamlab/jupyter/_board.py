@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from wamlab.jupyter.launch import in_notebook
 from wamlab.jupyter.table import WIDE, cells, html_table, note, rich_table
 from wamlab.measure import Record
 
@@ -148,7 +149,7 @@ class NotebookBoard(Board):
 def open_board(rows: Sequence[Any]) -> Iterator[Board]:
     """Yield the board that fits where the output goes, and take it away at the end."""
     names = [row.name for row in rows]
-    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
+    if in_notebook():
         yield NotebookBoard(names)
     elif sys.stdout.isatty():
         board = TerminalBoard(names)

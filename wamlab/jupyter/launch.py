@@ -204,7 +204,7 @@ def launch(
         out: run folder; by default a new one under runs/.
         env: further environment variables of the ranks.
         threads: OMP_NUM_THREADS of a rank; by default the usable cores shared among the ranks.
-        monitor: show the live monitor where IPython runs.
+        monitor: show the live monitor, in a notebook.
         torchrun: options for several hosts, such as ("--nnodes=2", "--rdzv-backend=c10d",
             "--rdzv-endpoint=host:29400", "--rdzv-id=7"); they replace `--standalone`.
 
@@ -223,11 +223,17 @@ def launch(
         (folder.path / "code" / f"{_ship.MODULE}.py").write_text(job["shipped"])
     folder.write("job.json", job)
     handle = Job(folder.path, _start_guard(folder, _environment(env, threads, job["nproc"])))
-    if monitor and "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
+    if monitor and in_notebook():
         from wamlab.jupyter.monitor import Monitor  # needs IPython, which launch does not
 
         handle._on_end.append(Monitor(folder.path).show().finish)
     return handle
+
+
+def in_notebook() -> bool:
+    """Tell whether this process is a notebook's kernel; IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _describe(target: Any, config: Any, torchrun: Sequence[str]) -> dict[str, Any]:
