@@ -156,8 +156,8 @@ def test_a_resumed_run_is_the_run_without_interruption(tmp_path, optimizer):
     (tmp_path / "checkpoints/step_00000002").mkdir(exist_ok=True)
     again, resumed = run(*entries, steps=6, out=str(tmp_path), save_every=2, keep=5)
     assert again.losses == whole.losses[-len(again.losses) :]
-    for name, tensor in trainer.state().items():
-        assert torch.equal(tensor, resumed.state()[name]), name
+    for name, tensor in trainer.stepper.state().items():
+        assert torch.equal(tensor, resumed.stepper.state()[name]), name
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(6))
     assert [row["loss"] for row in rows] == list(whole.losses)

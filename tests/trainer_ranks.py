@@ -102,7 +102,7 @@ def interrupted_and_resumed(folder: Path, world: int) -> dict[str, object]:
     resumed.fit()
     alone = trainer(*entries, steps=10)
     alone.fit()
-    ends = whole(resumed.state()), whole(alone.state())
+    ends = whole(resumed.stepper.state()), whole(alone.stepper.state())
     return {
         "reason": record.reason,
         "stopped_at": [start, len(record.losses)],
@@ -114,7 +114,7 @@ def poisoned() -> dict[str, object]:
     run = trainer("micro_batch", "fsdp2", loader=partial(ToyLoader, poison=[2]), steps=4)
     run.fit()
     rows = run.log.records
-    parameters = [t.isfinite().all().item() for t in whole(run.state()).values()]
+    parameters = [t.isfinite().all().item() for t in whole(run.stepper.state()).values()]
     ids = run.loader.ids_of_step(2)[-run.share :].tolist()
     return {
         "skipped": [r.skipped for r in rows],
@@ -132,7 +132,7 @@ def resharded(folder: Path, world: int) -> dict[str, dict[str, Tensor]]:
         run = trainer(*entries, **where, global_batch=8)
         if world == 2:
             run.fit()
-        found[name] = whole(run.state())
+        found[name] = whole(run.stepper.state())
     return found
 
 

@@ -26,6 +26,7 @@ class TrainConfig:
     backbone: str | None = None  # start from a plain Wan backbone; what it lacks starts fresh
     lora: LoRAConfig | None = None  # train adapters and the action and state modules only
     optimizations: tuple[str | dict[str, Any], ...] = ()
+    backend: Literal["torch", "deepspeed"] = "torch"  # deepspeed: the ZeRO-2 offload baseline
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     steps: int = 7  # optimizer steps, warm-up included
     global_batch: int = 2  # samples a step, over all ranks

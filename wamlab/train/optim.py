@@ -151,6 +151,7 @@ class AdamW:
             weight_decay=config.weight_decay,
             fused=fused,
             foreach=False,
+            capturable=fused and device.type == "cuda",  # lets a CUDA graph hold the step
         )
         for shard in self.shards.values():  # made now, so that a checkpoint can be loaded into them
             self.inner.state[shard] = {

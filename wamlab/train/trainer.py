@@ -1,36 +1,35 @@
-"""The training loop. It knows a model by `loss(batch, draws)`, `blocks()` and `frozen()` alone.
+"""The training loop: resume, step, log, save, validate, stop.
 
-A step is: micro-batches until the rank's share is done (forward, backward), gradient average, one
-reduction for norm, losses and the skip flag, clip and update. Everything random comes from (seed,
-step, sample id) and every loss is a mean over the global batch; so the numbers do not depend on how
-the batch is split over micro-batches and ranks.
+It knows a model by `loss(batch, draws)`, `blocks()` and `frozen()` alone. Everything random comes
+from (seed, step, sample id) and every loss is a mean over the global batch; so the numbers do not
+depend on how the batch is split over micro-batches and ranks.
 """
 
 import contextlib
+import importlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from wamlab.config import ConfigError, from_dict, replace, save_json
 from wamlab.data.loader import Loader
 from wamlab.dist import device as pick_device
 from wamlab.dist import print0, rank
-from wamlab.draws import Draws
 from wamlab.measure import Record, StepClock, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.stored import CheckpointError
 from wamlab.train import memory
-from wamlab.train.build import build_model, export, prepare
+from wamlab.train.build import build_model, export
 from wamlab.train.checkpoint import Checkpoints, load, read_marker
-from wamlab.train.communication import StopSignal, average_gradients, training_group
+from wamlab.train.communication import StopSignal, training_group
 from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES, TRACKERS, StepLog, StepNumbers
-from wamlab.train.optim import lr_at, reduce_step
+from wamlab.train.optim import lr_at
 from wamlab.train.optimizations import build_optimizations, build_plan, check_needs
+from wamlab.train.step import TorchStep
 
 
 def train(config: TrainConfig | Mapping[str, Any]) -> Record:
@@ -69,7 +68,7 @@ class Trainer:
         self.out = Path(config.out) if config.out else None
         self._memory = self._check_memory() if model is None else contextlib.nullcontext()
         self.model = (build_model(config, self.device) if model is None else model).to(self.device)
-        self.parameters, self.optimizer = prepare(
+        self.stepper = _step_class(config.backend)(
             self.model, self.plan, self.optimizations, config=config, device=self.device
         )
         self.step_count = self.first_step = 0
@@ -81,7 +80,6 @@ class Trainer:
         self.loader = self._loader(config.data, train=True)
         self._batches = iter(self.loader)
         self.log = self._build_log()
-        self.clock: StepClock | None = None
 
     def _shares(self) -> tuple[int, int]:
         batch = self.config.global_batch
@@ -163,59 +161,13 @@ class Trainer:
 
     def step(self) -> None:
         """Run one optimizer step over the global batch; nothing here waits for the device."""
-        waited, losses_K = self.loader.wait_s, 0.0
+        waited = self.loader.wait_s
         lr = lr_at(self.config.optim, self.step_count, self.config.steps)
-        self.optimizer.set_lr(lr)
-        micro_losses, sample_ids = [], []
-        count = self.share // self.micro_batch
-        for index in range(count):
-            with self._part("data_wait"):
-                batch = next(self._batches)
-            if self.plan.fsdp and self.plan.fsdp.defer_sync:
-                self.model.set_requires_gradient_sync(index == count - 1)
-            micro_K = self._forward_backward(batch, 1.0 / count)
-            losses_K = losses_K + micro_K.double() / count
-            micro_losses.append(micro_K[0])
-            sample_ids.append(batch["sample_id"])
-        with self._part("optimizer"):
-            norm, losses_K, bad = self._update(losses_K)
-        numbers = StepNumbers(
-            losses=losses_K,
-            norm=norm,
-            bad=bad,
-            micro_losses=torch.stack(micro_losses),
-            sample_ids=sample_ids,
-            lr=lr,
-            data_wait_s=self.loader.wait_s - waited,
-        )
+        self.stepper.optimizer.set_lr(lr)
+        found = self.stepper.run(self._batches, self.share // self.micro_batch, self.step_count)
+        numbers = StepNumbers(**found, lr=lr, data_wait_s=self.loader.wait_s - waited)
         self.log.end_step(self.step_count, numbers)
         self.step_count += 1
-
-    def _forward_backward(self, batch: dict[str, Any], weight: float) -> Tensor:
-        draws = Draws(self.config.seed, self.step_count, batch["sample_id"])
-        with self._part("forward"), self._autocast():
-            losses = self.model.loss(batch, draws)
-        with self._part("backward"):
-            (losses["loss"] * weight).backward()
-        return _in_order(losses)
-
-    def _update(self, losses_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        average_gradients(self.parameters.values())
-        norm, losses_K = reduce_step(self.parameters, losses_K)
-        bad = ~(torch.isfinite(norm) & torch.isfinite(losses_K[0]))
-        self.optimizer.step(norm, bad)
-        self.model.zero_grad(set_to_none=True)
-        return norm, losses_K, bad
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        # FSDP2 and the split optimizer hold bf16 weights to compute with
-        held = self.plan.fsdp is not None or self.plan.optimizer == "split"
-        if self.config.precision == "bf16" and not held:
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def _part(self, name: str) -> contextlib.AbstractContextManager:
-        return self.clock.part(name) if self.clock else contextlib.nullcontext()
 
     def _between_steps(self, *, last: bool) -> None:
         config, done = self.config, self.step_count
@@ -232,7 +184,7 @@ class Trainer:
         if config.save_every:
             self.checkpoints.poll()
             if last or done % config.save_every == 0:
-                self.checkpoints.save(self.state(), done, self._marker())
+                self.checkpoints.save(self.stepper.state(), done, self._marker())
                 self.log.restart()
         if config.validate_every and (last or done % config.validate_every == 0):
             self.validate()
@@ -240,11 +192,6 @@ class Trainer:
 
     def _last_good(self) -> Path | None:
         return self.checkpoints.latest() if self.checkpoints else None
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: trained parameters and the optimizer's state, live."""
-        parameters = {f"model.{n}": p.detach() for n, p in self.parameters.items()}
-        return parameters | {f"optimizer.{n}": t for n, t in self.optimizer.state().items()}
 
     def _marker(self) -> dict[str, Any]:
         fixed = {"seed": self.config.seed, "global_batch": self.config.global_batch}
@@ -261,13 +208,12 @@ class Trainer:
                         f"{latest} was trained with {key} {marker[key]}, this run has "
                         f"{getattr(self.config, key)}: the samples would differ; use another `out`"
                     )
-            load(latest, self.state())
+            load(latest, self.stepper.state())
             self.step_count = self.first_step = marker["step"]
             print0(f"resumed from {latest}")
         if rank() == 0:
             StepLog.cut(steps, self.step_count)
 
-    @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Return the mean losses over the first validation batches, the same ones every time.
 
@@ -277,10 +223,9 @@ class Trainer:
         batches, total_K = iter(loader), 0.0
         count = self.config.validation_batches * self.share // self.micro_batch
         for index in range(count):
-            batch = next(batches)
-            draws = Draws(self.config.seed, -1 - index, batch["sample_id"])
-            with self._autocast():
-                total_K = total_K + _in_order(self.model.loss(batch, draws)).double() / count
+            # negative steps: draws that no training step makes
+            losses_K = self.stepper.evaluate(next(batches), -1 - index)
+            total_K = total_K + losses_K.double() / count
         loader.close()
         if self.world > 1:
             dist.all_reduce(total_K)
@@ -293,12 +238,12 @@ class Trainer:
     def _time_parts(self) -> dict[str, float] | None:
         if not self.config.parts_steps:
             return None
-        self.clock = StepClock(self.device)
+        clock = self.stepper.clock = StepClock(self.device)
         for _ in range(self.config.parts_steps):
             self.step()
-            self.clock.end_step()
+            clock.end_step()
         self.log.discard()
-        return self.clock.median_ms()
+        return clock.median_ms()
 
     def _compiled_graphs(self) -> int:
         if not self.plan.compile:
@@ -334,7 +279,7 @@ class Trainer:
         return stamp(replace(record, self.log.summary(fresh)))
 
 
-def _in_order(losses: Mapping[str, Tensor]) -> Tensor:
-    """Return the detached float32 losses in the order of LOSSES, NaN for one that is not given."""
-    none = torch.full_like(losses["loss"].detach(), torch.nan)
-    return torch.stack([losses.get(name, none).detach().float() for name in LOSSES])
+def _step_class(backend: str) -> Any:
+    if backend == "torch":
+        return TorchStep
+    return importlib.import_module("wamlab.train.deepspeed").DeepSpeedStep  # the extra `baseline`
