@@ -26,7 +26,7 @@ from wamlab.measure import append_jsonl, read_jsonl
 JOURNAL = "transcode.jsonl"
 # codec -> (FFmpeg's encoder, what to ask of it beside the quality, the quality if none is given)
 ENCODERS: dict[str, tuple[str, dict[str, str], int]] = {
-    "h264": ("libx264", {"preset": "fast", "sc_threshold": "0"}, 20),
+    "h264": ("libx264", {"preset": "fast", "tune": "fastdecode", "sc_threshold": "0"}, 20),
     "hevc": ("libx265", {"preset": "fast", "x265-params": "log-level=none:scenecut=0"}, 22),
     "av1": ("libsvtav1", {"preset": "10"}, 30),
 }

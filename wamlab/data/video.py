@@ -85,7 +85,8 @@ class PyAV(VideoDecoder):
 
 
 class PyAVNaive(PyAV):
-    """PyAV, converting every decoded frame and choosing afterwards, as LeRobot-style readers do."""
+    """PyAV as LeRobot-style readers use it: every decoded frame becomes an RGB tensor and is kept;
+    the wanted ones are chosen afterwards."""
 
     name = "pyav-naive"
 
@@ -93,13 +94,14 @@ class PyAVNaive(PyAV):
         self._seek(self.times.seek_point(int(wanted[0])))
         loaded, pts = [], []
         for frame in self._decoded_to(self._pts(wanted[-1])):
-            loaded.append(_rgb(frame))
+            turned = np.rot90(frame.to_rgb().to_ndarray(), self.times.rotation // 90)
+            loaded.append(torch.from_numpy(np.ascontiguousarray(turned)).permute(2, 0, 1))
             pts.append(frame.pts)
         self._at = int(wanted[-1]) + self.times.lead
         missing = {self._pts(i) for i in wanted} - set(pts)
         if missing:
             raise self._error(f"{len(missing)} of {len(wanted)} frames are missing")
-        return self._upright(np.stack([loaded[pts.index(self._pts(i))] for i in wanted]))
+        return torch.stack([loaded[pts.index(self._pts(i))] for i in wanted])
 
 
 class TorchCodec(VideoDecoder):
