@@ -103,6 +103,12 @@ def test_a_joint_step_is_one_block_of_the_training_forward(concat):
     torch.testing.assert_close(act, want_action[:, 4:])
 
 
+def test_a_model_that_reads_the_first_latent_asks_for_it():
+    dit = build(dataclasses.replace(CONFIG, concat_first_frame_latent=True))
+    with pytest.raises(ConfigError, match="conditioning needs y"):
+        CachedDiT(dit, conditioning())
+
+
 def test_a_prediction_leaves_the_past_as_it_was():
     past = CachedDiT(build(), conditioning())
     past.see(first_latent())

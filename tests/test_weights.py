@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,14 @@ def test_a_pth_with_encoders_and_peft_names_loads(source, tmp_path):
     report = load_policy(model, tmp_path / "full_weights.pt")
     assert_same(state(model), state(source))
     assert report.ignored == ("action_head.vae.model.conv1.weight",)
+
+
+def test_a_hub_id_loads(policy, source, monkeypatch):
+    hub = types.SimpleNamespace(snapshot_download=lambda repo, **how: str(policy))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    model = build(2)
+    load_policy(model, "org/dreamzero")
+    assert_same(state(model), state(source))
 
 
 def test_a_meta_model_gets_memory_and_weights(policy, source):

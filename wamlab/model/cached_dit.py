@@ -86,11 +86,16 @@ class CachedDiT:
     Args:
         dit: the network (its parameters not sharded).
         conditioning: prompts and first-frame features of the batch.
+
+    Raises:
+        ConfigError: the model needs `y`.
     """
 
     def __init__(self, dit: WorldActionDiT, conditioning: Conditioning) -> None:
         self.dit = dit
         self.y = conditioning.y if dit.config.concat_first_frame_latent else None
+        if dit.config.concat_first_frame_latent and self.y is None:
+            raise ConfigError("this model reads the first frame's latent: conditioning needs y")
         text_len = dit.config.text_len
         rows = count_text_rows(dit.options, conditioning.context_length, text_len)
         self._bias_L = text_count_bias(rows, text_len)
