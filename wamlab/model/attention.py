@@ -304,7 +304,8 @@ IMPLEMENTATIONS: dict[str, Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 # device, up to how many tokens a frame, the fastest implementation there
 FASTEST: tuple[tuple[str, float, str], ...] = (
-    ("cpu", float("inf"), "dense"),
+    ("cpu", 16, "dense"),
+    ("cpu", float("inf"), "prefix"),
     ("cuda", 200, "flex"),
     ("cuda", float("inf"), "prefix"),
 )
