@@ -156,6 +156,7 @@ class VAE(nn.Module):
         self.conv1 = CausalConv3d(2 * z, 2 * z, (1, 1, 1))
         self.conv2 = None if encoder_only else CausalConv3d(z, z, (1, 1, 1))
         self.decoder = None if encoder_only else Decoder(self.config)
+        self._compiled: Callable[[Tensor], Tensor] | None = None
         self.set_statistics(self.config.mean, self.config.std)
 
     def set_statistics(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -196,7 +197,8 @@ class VAE(nn.Module):
 
     def compile_encoder(self, **how: Any) -> None:
         """Compile the whole-clip encoder as one graph, once a shape; `how` is torch.compile's."""
-        self.encoder.compile(fullgraph=True, dynamic=False, **how)
+        forward = self.encoder.forward
+        self._compiled = torch.compile(forward, fullgraph=True, dynamic=False, **how)
 
     def encode(self, video: Tensor, chunk: int | None = None) -> Tensor:
         """Return the normalised posterior mean of each clip.
@@ -225,7 +227,8 @@ class VAE(nn.Module):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _encode(self, video: Tensor, chunk: int | None) -> Tensor:
-        return self.normalise(_in_chunks(self.encoder, video, chunk))
+        whole = self._compiled if chunk is None and self._compiled else self.encoder
+        return self.normalise(_in_chunks(whole, video, chunk))
 
     def normalise(self, encoded: Tensor) -> Tensor:
         """Return the encoder's output as normalised latents: fp32 posterior means."""
@@ -273,12 +276,13 @@ class VAE(nn.Module):
             )
         # About six of them live at once in eager mode, most of them the norms' fp32 intermediates.
         fits = self.memory_gib * 2**30 / (6 * elements * self.conv1.weight.element_size())
-        return x.split(max(1, int(min(MAX_ELEMENTS // elements, fits))))
+        parts = -(-len(x) // max(1, int(min(MAX_ELEMENTS // elements, fits))))
+        return x.split(-(-len(x) // parts))  # of one size where they can be: one compiled shape
 
 
 @functools.cache
 def _compiled_rows() -> Callable[..., Tensor]:
-    compiled = torch.compile(normalise_rows)
+    compiled = torch.compile(normalise_rows, dynamic=False)
 
     def rows(x_NC: Tensor, *how: Any) -> Tensor:
         torch._dynamo.maybe_mark_dynamic(x_NC, 0)  # any clip, one graph for each width
@@ -292,7 +296,7 @@ def _check_chunk(chunk: int | None) -> None:
         raise ConfigError(f"chunk {chunk!r}: a multiple of 4 frames, or None for the whole clip")
 
 
-def _in_chunks(half: nn.Module, x: Tensor, chunk: int | None) -> Tensor:
+def _in_chunks(half: Callable[..., Tensor], x: Tensor, chunk: int | None) -> Tensor:
     """Evaluate a half of the VAE on the whole clip, or on frame 0 and then `chunk` at a time."""
     if chunk is None:
         return half(x)

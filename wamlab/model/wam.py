@@ -96,7 +96,7 @@ class WAMOptions:
     prompt_cache: bool = False  # encode each distinct prompt once
     crop_text: bool = False  # leave out positions that are padding in every prompt
     zero_from: Literal["sample", "batch"] = "sample"  # "batch": the public fault, see TextEncoder
-    still_y: bool = False  # (with batched_encoders) the part of `y` that all images share, once
+    compile_encoders: bool = False  # on a GPU: the VAE as one compiled graph, channels last
     vae_chunk: int | None = None  # frames a VAE step of `batched_encoders`; null: the whole clip
     dit: ModelOptions = PUBLIC
 
@@ -182,12 +182,21 @@ class WorldActionModel(nn.Module):
         inner = {f.name for f in dataclasses.fields(ModelOptions)}
         if name in own:
             self.options = replace(self.options, {name: value})
+            if name == "compile_encoders":
+                self._compile_vae(value)
             return
         if name not in inner | {"shortcuts"}:
             raise ConfigError(unknown_name(name, own | inner | {"shortcuts"}, "model option"))
         changes = dict.fromkeys(SHORTCUTS, value) if name == "shortcuts" else {name: value}
         self.options = replace(self.options, dit=replace(self.options.dit, changes))
         self.dit.set_options(self.options.dit)
+
+    def _compile_vae(self, on: bool) -> None:
+        """Compile the VAE on a GPU; on a CPU it would take longer than a demo's training."""
+        if on and self.vae.conv1.weight.is_cuda:
+            self.vae.channels_last()
+            self.vae.compile_encoder()
+        self._still = StillEncoder(self.vae, compile=on and self.vae.conv1.weight.is_cuda)
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -220,14 +229,11 @@ class WorldActionModel(nn.Module):
         used = self.dit.config.concat_first_frame_latent
         if not used and self.options.skip_unused_y:
             return {"latents": self._latents(clip), "clip_feature": features}
-        still = first_frame_alone(clip)
-        if self.options.batched_encoders and self.options.still_y:
+        if self.options.batched_encoders and self.options.vae_chunk is None:
             frames = 1 + (clip.shape[2] - 1) // 4 * 4
             latents, of_still = self._latents(clip), self._still.encode(clip[:, :, :1], frames)
-        elif self.options.batched_encoders:
-            latents, of_still = self._latents(torch.cat([clip, still])).chunk(2)
         else:
-            latents, of_still = self._latents(clip), self._latents(still)
+            latents, of_still = self._latents(clip), self._latents(first_frame_alone(clip))
         out = {"latents": latents, "clip_feature": features}
         return out | ({"y": conditioning(of_still)} if used else {})
 

@@ -102,6 +102,7 @@ class Compile(Optimization):
         if hasattr(model, "set_option"):
             model.set_option("impl", "fused")
             model.set_option("attention", self.attention)
+            model.set_option("compile_encoders", True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
