@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from wamlab.config import unknown_name
-from wamlab.jupyter import exercises_machine, exercises_model
+from wamlab.jupyter import exercises_machine, exercises_model, exercises_video
 from wamlab.jupyter._exercise import Exercise
 
 EXERCISES: dict[str, Exercise] = {
     **exercises_machine.EXERCISES,
     **exercises_model.EXERCISES,
+    **exercises_video.EXERCISES,
 }
 
 
