@@ -149,7 +149,7 @@ def test_stop_ends_everything(tmp_path):
     with pytest.raises(ConfigError, match="still alive"):
         launch("rank_targets:stay", {}, 2, out=tmp_path, monitor=False)
     processes.wait_for(tmp_path / "up0", tmp_path / "up1")
-    assert len(processes.of_run(tmp_path)) == 6  # guard, torchrun, 2 ranks, 2 grandchildren
+    assert len(processes.of_run(tmp_path)) >= 6  # guard, torchrun, 2 ranks, 2 grandchildren
     start = time.monotonic()
     Job.attach(tmp_path).stop()  # as from another kernel
     assert time.monotonic() - start < 10

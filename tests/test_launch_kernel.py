@@ -108,7 +108,7 @@ def test_nothing_outlives_its_kernel(tmp_path, way):
     with kernel() as made:
         made.run(start("stay", tmp_path, monitor=way == "restart"))
         processes.wait_for(tmp_path / "up0", tmp_path / "up1")
-        assert len(processes.of_run(tmp_path)) == 6
+        assert len(processes.of_run(tmp_path)) >= 6
         cell = made.send("job.result()") if way == "interrupt" else None
         stop_by(way, made)
         processes.wait_gone(tmp_path)
