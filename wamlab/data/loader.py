@@ -314,10 +314,14 @@ class Loader:
 
     def __next__(self) -> dict[str, Any]:
         start = time.perf_counter()
-        host = self._host or self._start()
-        batch = (self._ahead or self._stage(*host.get())).take()
-        ready = host.poll()
-        self._ahead = self._stage(*ready) if ready else None
+        try:
+            host = self._host or self._start()
+            batch = (self._ahead or self._stage(*host.get())).take()
+            ready = host.poll()
+            self._ahead = self._stage(*ready) if ready else None
+        except BaseException:  # also Ctrl-C: what was read ahead is lost, the place is not
+            self.close()
+            raise
         self._done += 1
         if self._done * self._share.micro == self._share.share:
             self._step, self._done = self._step + 1, 0
