@@ -129,6 +129,18 @@ def test_compiled_blocks_share_their_graph_and_never_recompile(recompute):
     assert len(graphs) == 2, "one for all blocks but the last, one for the last"
 
 
+@pytest.mark.slow
+def test_flex_compiles_inside_the_blocks(plain):
+    """Traced whole; what a GPU makes of it is a matter of tests/gpu."""
+    dit = build(ModelOptions(attention="flex"))
+    for block in dit.blocks():
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        outputs = dit(**batch())
+    for got, name in zip(outputs, ("video", "action")):
+        torch.testing.assert_close(got, plain[name], rtol=1e-4, atol=1e-4)
+
+
 def training_batch(config: DiTConfig) -> dict:
     given = batch(config)
     return {

@@ -144,7 +144,7 @@ def layout_of(sizes: dict, blocks: int) -> Layout:
 
 
 def check_loss(golden: Golden, run: Run) -> None:
-    dit = build(golden, golden.sibling(golden.sidecar["weights_from"]), run)
+    dit = build(golden, golden.sibling(golden.sidecar.get("weights_from", golden.name)), run)
     given, want, mode = run.given(golden), golden.tensors("out/"), golden.sidecar["mode"]
     per_block, registers = dit.config.num_frame_per_block, dit.config.num_action_per_block
     beta = flow_matching.beta_index(given["beta_sample_raw"])

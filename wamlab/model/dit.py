@@ -29,14 +29,7 @@ from wamlab.model import attention, reference
 from wamlab.model.init import init_dit
 from wamlab.model.plan import PUBLIC as PUBLIC
 from wamlab.model.plan import SHORTCUTS as SHORTCUTS
-from wamlab.model.plan import (
-    Cache,
-    ModelOptions,
-    Plan,
-    Plans,
-    exact_times,
-    save_matmuls,
-)
+from wamlab.model.plan import Cache, ModelOptions, Plan, Plans, exact_times, save_matmuls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +199,16 @@ class Block(nn.Module):
             nn.Linear(dim, config.ffn_dim), nn.GELU("tanh"), nn.Linear(config.ffn_dim, dim)
         )
 
-    def forward(self, x_BTD, time_BG6D, image_BID, text_BLD, *, plan: Plan, cache=None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        time_BG6D: Tensor,
+        image_BID: Tensor,
+        text_BLD: Tensor,
+        *,
+        plan: Plan,
+        cache: Cache | None = None,
+    ) -> Tensor:
         """Run the block: [B, T, D] -> [B, Q, D], Q = T - plan.first."""
         args = (x_BTD, time_BG6D, image_BID, text_BLD, plan, cache)
         if self.recompute == "none" or not torch.is_grad_enabled():
@@ -241,7 +243,9 @@ class Head(nn.Module):
         self.modulation = nn.Parameter(torch.empty(1, 2, config.dim))
         self.head = nn.Linear(config.dim, 4 * config.out_dim)
 
-    def forward(self, x_BSD, time_BGD, segment_S, ops: ModuleType) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, time_BGD: Tensor, segment_S: Tensor | None, ops: ModuleType
+    ) -> Tensor:
         """[B, S, D] -> [B, S, 4C]."""
         shift, scale = (self.modulation + time_BGD[:, :, None]).unbind(2)
         return self.head(ops.norm_modulate(x_BSD, shift, scale, segment_S, eps=self.eps))

@@ -1,4 +1,4 @@
-"""The operations of `reference` under the same names, written so that a compiler makes one kernel of each.
+"""The operations of `reference` under the same names, written for a compiler to fuse.
 
 Inside `torch.compile` every function here becomes one pass over its tokens, joined with its
 neighbours where that helps: statistics, gather of the time row, scale and shift never reach memory
@@ -40,7 +40,7 @@ def rotation(angles_TP: Tensor) -> Tensor:
 
 
 def rope(x_BTHK: Tensor, rotation_2TP: Tensor) -> Tensor:
-    """See `reference.rope`; in fp32, with the angles' cosines and sines taken in fp64 beforehand."""
+    """See `reference.rope`; in fp32, the cosines and sines taken in fp64 beforehand."""
     cos_T1P, sin_T1P = rotation_2TP[:, :, None].unbind(0)
     even, odd = x_BTHK.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos_T1P - odd * sin_T1P, even * sin_T1P + odd * cos_T1P], dim=-1)

@@ -39,7 +39,7 @@ class ModelOptions:
     joint_queries: bool = True  # video and action queries of a block in one call ("loops")
     state_is_value: bool = True  # a lone state token's attention is its value ("loops")
     trim_last_block: bool = True  # the last block reads the clean stream and does not update it
-    text_padding: bool = True  # equal padding rows of the prompt as one key, its score + log count
+    text_padding: bool = True  # equal padding rows of the prompt as one, its score + log count
     longest_prompt: int | None = None  # of the run, in tokens; None: of the prompts seen so far
 
     time_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 leaves 294 of the 1000 times distinct
@@ -309,7 +309,8 @@ def count_text_rows(
     return max(seen, min(-(-longest // 16) * 16 + 2, text_len))
 
 
-_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_aten = torch.ops.aten
+_MATMULS = {op.default for op in (_aten.mm, _aten.addmm, _aten.bmm, _aten._scaled_mm)}
 
 
 def save_matmuls() -> tuple:

@@ -1,4 +1,4 @@
-"""The operations of a block in plain torch, step by step: the specification that `fused` must equal.
+"""The operations of a block in plain torch: the specification that `fused` must equal.
 
 Every function has a namesake with the same arguments in `fused`. `segment_T` is the idea that both
 share: shift, scale and gate have one row a distinct time (G rows), and segment_T names the row of
@@ -92,7 +92,7 @@ def action_sinusoid(time: Tensor, width: int) -> Tensor:
 
 
 def patchify(x_BCFYX: Tensor, weight: Tensor, bias_D: Tensor) -> Tensor:
-    """Embed each 1x2x2 patch: [B, C, F, Y, X] -> [B, F*y*x, D]; an odd last row or column is dropped.
+    """Embed each 1x2x2 patch, an odd last row or column dropped: [B, C, F, Y, X] -> [B, S, D].
 
     Args:
         x_BCFYX: latents.
