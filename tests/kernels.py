@@ -62,6 +62,15 @@ class Kernel:
             ran.error = f"{content['ename']}: {content['evalue']}"
         return kind == "status" and content["execution_state"] == "idle"
 
+    def await_text(self, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until a cell has printed `text`."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            for message in self.messages(0.2):
+                if text in message["content"].get("text", ""):
+                    return
+        raise TimeoutError(f"no {text!r} within {timeout_s} s")
+
     def messages(self, seconds: float) -> list[dict]:
         """Return all that the kernel publishes within `seconds`."""
         found, end = [], time.monotonic() + seconds

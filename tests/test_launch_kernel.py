@@ -109,7 +109,9 @@ def test_nothing_outlives_its_kernel(tmp_path, way):
         made.run(start("stay", tmp_path, monitor=way == "restart"))
         processes.wait_for(tmp_path / "up0", tmp_path / "up1")
         assert len(processes.of_run(tmp_path)) >= 6
-        cell = made.send("job.result()") if way == "interrupt" else None
+        if way == "interrupt":
+            cell = made.send("print('waiting', flush=True)\njob.result()")
+            made.await_text("waiting")
         stop_by(way, made)
         processes.wait_gone(tmp_path)
         assert Job.attach(tmp_path).status == "stopped"
@@ -119,5 +121,5 @@ def test_nothing_outlives_its_kernel(tmp_path, way):
             made.run("from wamlab.jupyter.launch import launch, Job")
             again = made.run(f"Job.attach({str(tmp_path)!r}).status")
             assert again.displays[-1]["text/plain"] == "'stopped'"
-            made.run(start("describe", tmp_path, {"x": 1}))
+            made.run(start("records", tmp_path, {"x": 1}))
             assert made.run("len(job.results())").displays[-1]["text/plain"] == "2"
