@@ -30,7 +30,7 @@ from wamlab.data.embodiment import Embodiment, Part
 from wamlab.data.frame_times import frame_times
 from wamlab.data.lerobot import LeRobotDataset, find_root
 from wamlab.data.metadata import DatasetError, Episodes, Info, VideoSpan
-from wamlab.data.normalize import relative_rows
+from wamlab.data.normalize import Statistics, relative_rows
 from wamlab.data.windows import WindowDataset
 
 RELATIVE_EPISODES = 200  # enough to see whether relative statistics fit
@@ -235,31 +235,40 @@ def _relative_misfits(data: LeRobotDataset) -> Iterator[Fault]:
     if not (data.root / name).is_file():
         return
     for part, statistics in zip(data.embodiment.action, data.codec.action):
-        x = _relative(data, part) if part.relative else None
-        if x is None or not len(x):
+        if not part.relative:
             continue
-        outside = ((x < statistics.q01 - 1e-6) | (x > statistics.q99 + 1e-6)).mean(0).max()
-        spread = (statistics.q99 - statistics.q01) / np.maximum(np.ptp(x, axis=0), 1e-6)
-        if outside > OUTSIDE or spread.max() > 2:
-            cause = (
-                f"{part.name}: the statistics do not fit the relative actions "
-                f"({outside:.0%} lie outside q01..q99, which spans {spread.max():.1f} times their "
-                "range): are they those of the absolute action?"
-            )
-            yield Fault(file=name, cause=cause)
+        absolute, relative = _rows(data, part)
+        if not len(relative):
+            continue
+        outside = (relative < statistics.q01 - 1e-6) | (relative > statistics.q99 + 1e-6)
+        if _distance(statistics, absolute) < 0.5 * _distance(statistics, relative):
+            cause = f"{part.name}: these are the statistics of the absolute action"
+        elif outside.mean(0).max() > OUTSIDE:
+            share = f"{outside.mean(0).max():.0%}"
+            cause = f"{part.name}: {share} of the relative actions lie outside q01..q99"
+        else:
+            continue
+        yield Fault(file=name, cause=cause)
 
 
-def _relative(data: LeRobotDataset, part: Part) -> np.ndarray:
+def _distance(statistics: Statistics, rows: np.ndarray) -> float:
+    q01, q99 = np.quantile(rows, [0.01, 0.99], axis=0)
+    return float(np.abs(q01 - statistics.q01).sum() + np.abs(q99 - statistics.q99).sum())
+
+
+def _rows(data: LeRobotDataset, part: Part) -> tuple[np.ndarray, np.ndarray]:
+    """Return the absolute and the relative actions of some episodes, [N, D] each."""
     state = next(p for p in data.embodiment.state if p.name == part.name)
     places = np.random.default_rng(0).permutation(len(data.episodes))[:RELATIVE_EPISODES]
-    found = []
+    absolute, relative = [], []
     for place in places:
         rows = slice(*(int(o) for o in data.episodes.offsets[place : place + 2]))
-        pair = (
-            data.columns.arrays[p.column][rows].reshape(rows.stop - rows.start, -1)[
-                :, p.start : p.end
-            ]
+        action, anchor = (
+            data.columns.arrays[p.column][rows].reshape(rows.stop - rows.start, -1)
             for p in (part, state)
         )
-        found.append(relative_rows(*pair, data.embodiment.horizon, every=8))
-    return np.concatenate(found)
+        action = action[:, part.start : part.end]
+        absolute.append(action)
+        anchor = anchor[:, state.start : state.end]
+        relative.append(relative_rows(action, anchor, data.embodiment.horizon, every=8))
+    return np.concatenate(absolute), np.concatenate(relative)
