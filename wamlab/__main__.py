@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("check", "find every fault of a data set in one pass"),
     "transcode": ("transcode", "re-encode a data set's videos for training"),
     "encode-prompts": ("encode_prompts", "encode each distinct prompt of a data set once"),
+    "encode-latents": ("encode_latents", "encode each un-augmented sample of a data set once"),
     "train-vae": ("train_vae", "train the tiny VAE on a data set's videos"),
     "lab": ("lab", "open JupyterLab on the notebooks"),
 }

@@ -102,14 +102,14 @@ def test_an_encoded_batch_needs_no_host_copy_and_can_be_captured():
         model.set_option(name, True)
     video = torch.randint(0, 256, (2, 9, 40, 72, 3), dtype=torch.uint8, device="cuda")
     with torch.no_grad():
-        want = model._encode_video(video)
+        want = model.encode_video(video)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            model._encode_video(video)
+            model.encode_video(video)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = model._encode_video(video)
+            got = model.encode_video(video)
     graph.replay()
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)

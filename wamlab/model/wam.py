@@ -24,11 +24,12 @@ from wamlab.model import flow_matching
 from wamlab.model.dit import MODEL_SIZES, WorldActionDiT
 from wamlab.model.flops import flops
 from wamlab.model.frozen import seeded
-from wamlab.model.image import IMAGE_SIZES, ImageEncoder
+from wamlab.model.image import IMAGE_SIZES, ImageEncoder, image_fingerprint
+from wamlab.model.latent_cache import LatentCache
 from wamlab.model.plan import PUBLIC, SHORTCUTS, ModelOptions
 from wamlab.model.prompt_cache import PromptCache, encoder_meta
 from wamlab.model.text import TEXT_SIZES, TextEncoder
-from wamlab.model.vae import VAE_SIZES, load_vae
+from wamlab.model.vae import VAE_SIZES, load_vae, vae_fingerprint
 from wamlab.model.vae_still import StillEncoder
 
 PUBLIC_CHUNK = 4  # frames that the public code gives to the VAE at a time
@@ -73,6 +74,7 @@ class WAMConfig:
     image_weights: str | None = None
     tokenizer: str | None = None  # a folder or a Hugging Face name, instead of the text encoder's
     prompt_cache: str | None = None  # a file of `wamlab encode-prompts`: no text encoder is built
+    latent_cache: str | None = None  # a folder of `wamlab encode-latents`: for plain samples only
 
     def __post_init__(self) -> None:
         lookup(MODEL_SIZES, self.size, "model size")
@@ -140,6 +142,8 @@ class WorldActionModel(nn.Module):
             self.text = TextEncoder(sizes.text, config.text_weights, **more)
         meta = encoder_meta(sizes.text, config.text_weights, config.seed)
         self.prompts = PromptCache(meta, config.prompt_cache)
+        folder = config.latent_cache
+        self.latents = LatentCache(folder, latent_meta(config)) if folder else None
 
     def loss(self, batch: dict[str, Any], draws: Draws) -> dict[str, Tensor]:
         """Return the losses of one micro-batch.
@@ -202,15 +206,24 @@ class WorldActionModel(nn.Module):
     def encode(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with the encoders' outputs in place of video and prompts.
 
-        What is there already (from a cache) is kept. Added are `latents` fp32 [B, z, F, h, w],
-        `clip_feature` [B, N, D], `prompt_embedding` bf16 [B, L, D], `prompt_length` int64 [B] (on
-        the CPU), and where the DiT reads it `y` fp32 [B, 4 + z, F, h, w].
+        What is there already is kept, and with a latent cache what is in there is not encoded. The
+        cache is filled up on the way; its samples must come without augmentation.
+
+        Returns:
+            The batch with `latents` fp32 [B, z, F, h, w], `clip_feature` [B, N, D],
+            `prompt_embedding` bf16 [B, L, D], `prompt_length` int64 [B] (on the CPU), and where
+            the DiT reads it `y` fp32 [B, 4 + z, F, h, w].
         """
         out = {k: v for k, v in batch.items() if k not in ("video", "prompt")}
+        if "latents" not in out and self.latents and self.latents.has(batch["sample_id"]):
+            out |= self.latents.get(batch["sample_id"], batch["sample_id"].device)
         if "latents" not in out:
             if "video" not in batch:
                 raise ConfigError(f"a batch needs `video` or `latents`, got {sorted(batch)}")
-            out |= self._in_turn(self._encode_video, batch["video"])
+            made = self._in_turn(self.encode_video, batch["video"])
+            out |= made
+            if self.latents:
+                self.latents.put(batch["sample_id"], made)
         if "prompt_embedding" not in out:
             embedding, length_B = self._encode_prompts(batch["prompt"], out["latents"].device)
             out |= {"prompt_embedding": embedding, "prompt_length": length_B}
@@ -223,7 +236,9 @@ class WorldActionModel(nn.Module):
         parts = [encode(one) for one in video.split(1)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _encode_video(self, video: Tensor) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def encode_video(self, video: Tensor) -> dict[str, Tensor]:
+        """Return `latents`, `clip_feature` and where it is read `y` of uint8 [B, T, H, W, 3]."""
         clip = preprocess(video, self.config.encoders.target_hw)
         features = self.image(clip[:, :, 0])
         used = self.dit.config.concat_first_frame_latent
@@ -260,6 +275,16 @@ class WorldActionModel(nn.Module):
         height, width = self.config.encoders.target_hw or (352, 640)
         side = self.vae.config.spatial
         return flops(self.dit.config, 1, latent_hw=(height // side, width // side))
+
+
+def latent_meta(config: WAMConfig) -> dict[str, str]:
+    """Return what a latent cache must have been made with."""
+    sizes, weights = config.encoders, (config.vae_weights, config.image_weights)
+    return {
+        "vae": vae_fingerprint(sizes.vae, weights[0], config.seed),
+        "image": image_fingerprint(sizes.image, weights[1], config.seed),
+        "target_hw": str(sizes.target_hw),
+    }
 
 
 def preprocess(video: Tensor, target_hw: tuple[int, int] | None) -> Tensor:
