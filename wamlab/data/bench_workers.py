@@ -69,10 +69,10 @@ def sweep_workers(
     records = [_named(n, device, reason=reason) for n, reason in reasons.items() if reason]
     usable = [n for n, reason in reasons.items() if reason is None]
     with _Crew(max(workers) if usable else 0) as crew:
-        alone = launches_per_s(seconds, device)
         for name in usable:
             for count in workers:
                 crew.run(name, samples, device, count, 0.0)  # opens the libraries and the files
+                alone = launches_per_s(seconds / 2, device)  # just before: other load may change
                 done, beside = crew.run(name, samples, device, count, seconds)
                 facts = {"workers": count, "pattern": pattern, "slowdown": alone / beside}
                 records.append(_record(name, device, done, facts, seconds))

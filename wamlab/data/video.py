@@ -153,8 +153,10 @@ class OpenCV(VideoDecoder):
     """OpenCV's own FFmpeg; it seeks by an average rate, so the time of each frame is checked."""
 
     name, needs = "opencv", "cv2"
+    SEEK = 40  # frames that it reads in the time of a seek
 
     def _open(self) -> None:
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "8")  # its refusals are raised instead
         self._cv2 = importlib.import_module(self.needs)
         options = [self._cv2.CAP_PROP_N_THREADS, self.threads]
         self._file = self._cv2.VideoCapture(self.path, self._cv2.CAP_FFMPEG, options)
@@ -172,8 +174,8 @@ class OpenCV(VideoDecoder):
 
     def _frame(self, index: int) -> np.ndarray:
         start = self.times.seek_point(index) - self.times.lead
-        if not start <= self._at < index and start > 0:
-            self._file.set(self._cv2.CAP_PROP_POS_MSEC, self.times.seconds[start] * 1e3)
+        if self._at >= index or start - self._at > self.SEEK:
+            self._file.set(self._cv2.CAP_PROP_POS_MSEC, self.times.seconds[max(start, 0)] * 1e3)
             self._grab()
         if self._at > index:  # its seek went too far: read from the start
             self._file.release()
@@ -183,7 +185,7 @@ class OpenCV(VideoDecoder):
         ok, frame_BGR = self._file.retrieve()
         if not ok:
             raise self._error(f"no picture at {self.times.seconds[index]:.6g} s")
-        return frame_BGR[..., ::-1]
+        return self._cv2.cvtColor(frame_BGR, self._cv2.COLOR_BGR2RGB)
 
     def _grab(self) -> None:
         if not self._file.grab():

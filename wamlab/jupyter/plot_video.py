@@ -88,7 +88,7 @@ def plot_cost_per_view(rows: Mapping[str, Sequence[Record]], *, cpu: bool = Fals
         ax.bar(x, middle, width * 0.92, yerr=spread, color=colour, label=name, error_kw={"lw": 1})
         for at, value in zip(x, cost):
             text = "×" if np.isnan(value[0]) else f"{value[0]:.0f}"
-            ax.text(at, np.nan_to_num(value[2]), text, ha="center", va="bottom", fontsize=8.5)
+            ax.text(at, np.nan_to_num(value[2]), text, ha="center", va="bottom", fontsize=7.5)
     ax.set_xticks(range(len(rows)), list(rows))
     ax.set_ylabel(f"{'CPU ' if cpu else ''}ms a view (median, quartiles)")
     ax.set_title("A window of 33 frames, one thread; × = refused")
