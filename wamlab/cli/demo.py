@@ -116,9 +116,7 @@ def _source(args: argparse.Namespace) -> Path:
     if args.video and not args.video.is_file():
         raise ConfigError(f"--video {args.video}: no such file")
     if not args.data.is_dir():
-        raise ConfigError(
-            f"--data {args.data}: no such folder; it takes a LeRobot data set"
-        )
+        raise ConfigError(f"--data {args.data}: no such folder; it takes a LeRobot data set")
     return args.video or args.data
 
 
