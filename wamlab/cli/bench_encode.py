@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hw", type=int, nargs=2, help="default: the size's own resolution")
     parser.add_argument("--only", nargs="+", help="rows whose name holds one of these words")
     parser.add_argument("--conditioning", action="store_true", help="add rows with `y`")
+    parser.add_argument("--autotune", action="store_true", help="add rows slow to compile")
     parser.add_argument("--convolutions", action="store_true", help="each convolution alone")
     parser.add_argument("--others", action="store_true", help="the text and the image encoder")
     parser.add_argument("--repeats", type=int, default=10)
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         device="cuda" if on_gpu else "cpu",
         repeats=args.repeats,
     )
-    cases = _chosen(bench_encode.ladder(base, conditioning=args.conditioning), args.only)
+    rows = bench_encode.ladder(base, conditioning=args.conditioning, autotune=args.autotune)
+    cases = _chosen(rows, args.only)
     rate = bench_encode.measure_matmul(
         torch.device(base.device), base.precision, 8192 if on_gpu else 512
     )

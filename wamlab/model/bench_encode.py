@@ -21,9 +21,15 @@ from wamlab.measure import Record, device_name, measure_ms, peak_gib, reset_peak
 from wamlab.model.image import ImageEncoder
 from wamlab.model.text import TextEncoder
 from wamlab.model.vae import VAE, VAE_SIZES, load_vae
-from wamlab.model.vae_blocks import RMSNorm
+from wamlab.model.vae_blocks import Conv3d, RMSNorm
 from wamlab.model.vae_still import StillEncoder
 from wamlab.model.wam import first_frame_alone
+
+COMPILE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tuned": {"options": {"coordinate_descent_tuning": True}},
+    "autotuned": {"mode": "max-autotune-no-cudagraphs"},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class EncodeCase:
     channels_last: bool = False
     cudnn_benchmark: bool = False
     bf16_norms: bool = False
-    compile: str | None = None  # a mode of torch.compile
+    compile: str | None = None  # a key of COMPILE
     cuda_graph: bool = False
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "cpu"
@@ -50,16 +56,21 @@ class EncodeCase:
 
     def __post_init__(self) -> None:
         lookup(VAE_SIZES, self.vae, "VAE size")
+        if self.compile is not None:
+            lookup(COMPILE, self.compile, "way to compile")
         if self.cuda_graph and self.device != "cuda":
             raise ConfigError("cuda_graph needs device 'cuda'")
 
 
-def ladder(base: EncodeCase, *, conditioning: bool = False) -> list[EncodeCase]:
+def ladder(
+    base: EncodeCase, *, conditioning: bool = False, autotune: bool = False
+) -> list[EncodeCase]:
     """Return the ways to compare, each one step further than a former one.
 
     Args:
         base: sizes and device.
         conditioning: add rows with `y`, the public way and three of ours.
+        autotune: add rows that take minutes to compile.
     """
 
     def way(name: str, **changes: Any) -> EncodeCase:
@@ -90,6 +101,8 @@ def ladder(base: EncodeCase, *, conditioning: bool = False) -> list[EncodeCase]:
             way("chunks of 16, channels_last, cuda graph", **last | {"chunk": 16}, cuda_graph=True),
             way("official, cuda graph", cuda_graph=True),
         ]
+        for how in ("tuned", "autotuned") if autotune else ():
+            rows.append(way(f"channels_last, compile {how}", **last, compile=how))
     pairs = [(rows[0], "own_pass"), *((best, way) for way in ("own_pass", "same_pass", "still"))]
     for row, kind in pairs if conditioning else ():
         name = f"{row.name}, y: {kind.replace('_', ' ')}"
@@ -180,7 +193,7 @@ def _build(case: EncodeCase, dev: torch.device) -> VAE:
         if isinstance(module, RMSNorm):
             module.low_precision = case.bf16_norms
     if case.compile:
-        vae.compile_encoder(mode=case.compile)
+        vae.compile_encoder(**COMPILE[case.compile])
     return vae
 
 
@@ -317,7 +330,8 @@ def _convolution(
         )
     if history:
         x = torch.cat([torch.zeros_like(x[:, :, :1])] * 2 + [x], 2)
-    run = functools.partial(module._conv_forward, x, module.weight, module.bias)
+    plain = Conv3d.forward if isinstance(module, Conv3d) else type(module).forward
+    run = functools.partial(plain, module, x)  # without the history that stands in x already
     with FlopCounterMode(display=False) as counter:
         run()
     timing = measure_ms(run, dev=dev, warmup=case.warmup, repeats=case.repeats)

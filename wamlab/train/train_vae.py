@@ -73,8 +73,8 @@ class Shape:
 def shapes(config: VAETrainConfig) -> list[Shape]:
     """Return the clip shapes of training: mostly short clips, some whole ones."""
     return [
-        Shape(9, config.target_hw, 0.5),
-        Shape(9, config.small_hw, 0.25),
+        Shape(9, config.target_hw, 0.45),
+        Shape(9, config.small_hw, 0.3),
         Shape(17, config.target_hw, 0.15),
         Shape(33, config.target_hw, 0.1),
     ]
@@ -211,6 +211,8 @@ def train_vae(config: VAETrainConfig) -> float:
     dist.print0(f"decoded {frames} training frames in {time.monotonic() - start:.0f} s")
     clips = held.clips(config.evaluation_clips, 33, np.random.default_rng(1))
     vae = load_vae("tiny", seed=config.seed, device=device).requires_grad_(True).train()
+    if device.type == "cuda":
+        vae.channels_last()
     mean = copy.deepcopy(vae).requires_grad_(False)
     if device.type == "cuda":
         _make_fast(vae)
@@ -232,8 +234,8 @@ def train_vae(config: VAETrainConfig) -> float:
 
 def _make_fast(vae: VAE) -> None:
     torch.backends.cudnn.benchmark = True  # four shapes, met again and again
+    torch.backends.cudnn.benchmark_limit = 4  # the search of all took a minute of seven
     torch._dynamo.config.recompile_limit = 64  # one graph for each width of a norm
-    vae.channels_last()
     vae.compile_norms()
 
 
