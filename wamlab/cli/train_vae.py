@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("datasets", nargs="+", help="folders or hub ids of LeRobot data sets")
     for name in ("embodiment", "decoder", "out", "log", "device"):
         parser.add_argument(f"--{name}", default=default[name])
+    parser.add_argument("--weights", help="an earlier result to start from")
     parser.add_argument("--minutes", type=float, default=default["minutes"])
     parser.add_argument("--steps", type=int, help="train this many steps instead of by the clock")
     parser.add_argument("--clips", type=int, default=default["clips"], help="9-frame clips a step")

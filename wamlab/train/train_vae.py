@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ class VAETrainConfig:
     embodiment: str = "toy"
     decoder: str = "torchcodec"
     out: str = "data_samples/vae_tiny.safetensors"
+    weights: str | None = None  # an earlier result to start from
     log: str = "runs/train-vae"  # folder of evaluations and sample sheets
     minutes: float = 7.0  # of training; the schedule follows the clock
     steps: int | None = None  # instead of the clock
@@ -81,19 +83,24 @@ def shapes(config: VAETrainConfig) -> list[Shape]:
 
 
 class Episodes:
-    """Grids of whole episodes on the device, and random clips of them."""
+    """Grids of whole episodes on one device, and random clips of them."""
 
     def __init__(self, grids: list[Tensor]) -> None:
         self.grids = [g for g in grids if len(g) >= 33]
         if not self.grids:
             longest = max((len(g) for g in grids), default=0)
             raise ConfigError(f"a clip has 33 frames, the longest episode {longest}")
+        lengths = np.array([len(g) for g in self.grids])
+        self.frames, self.lengths = torch.cat(self.grids), lengths
+        self.offsets = np.cumsum(lengths) - lengths
+        self.grids = list(self.frames.split(lengths.tolist()))
 
     def clips(self, count: int, frames: int, rng: np.random.Generator) -> Tensor:
         """Return uint8 [B, T, H, W, 3] at random places."""
-        which = rng.integers(len(self.grids), size=count)
-        starts = [rng.integers(len(self.grids[i]) - frames + 1) for i in which]
-        return torch.stack([self.grids[i][s : s + frames] for i, s in zip(which, starts)])
+        which = rng.integers(len(self.lengths), size=count)
+        starts = self.offsets[which] + rng.integers(self.lengths[which] - frames + 1)
+        index = torch.from_numpy(starts[:, None] + np.arange(frames))
+        return self.frames[index.to(self.frames.device)]
 
 
 def load_episodes(config: VAETrainConfig, device: torch.device) -> tuple[Episodes, Episodes]:
@@ -210,12 +217,15 @@ def train_vae(config: VAETrainConfig) -> float:
     frames = sum(map(len, train.grids))
     dist.print0(f"decoded {frames} training frames in {time.monotonic() - start:.0f} s")
     clips = held.clips(config.evaluation_clips, 33, np.random.default_rng(1))
-    vae = load_vae("tiny", seed=config.seed, device=device).requires_grad_(True).train()
+    vae = load_vae("tiny", config.weights, seed=config.seed, device=device)
+    vae.set_statistics(vae.config.mean, vae.config.std)  # none, until they are measured
+    vae.requires_grad_(True).train()
     if device.type == "cuda":
         vae.channels_last()
     mean = copy.deepcopy(vae).requires_grad_(False)
     if device.type == "cuda":
-        _make_fast(vae)
+        torch._dynamo.config.recompile_limit = 64  # one graph for each width of a norm
+        vae.compile_norms()
     _fit(vae, mean, train, clips, config)
     measure_statistics(mean, train, config)
     score = evaluate(mean, clips, config.target_hw)
@@ -232,39 +242,82 @@ def train_vae(config: VAETrainConfig) -> float:
     return score
 
 
-def _make_fast(vae: VAE) -> None:
-    torch.backends.cudnn.benchmark = True  # four shapes, met again and again
-    torch.backends.cudnn.benchmark_limit = 4  # the search of all took a minute of seven
-    torch._dynamo.config.recompile_limit = 64  # one graph for each width of a norm
-    vae.compile_norms()
+class Learner:
+    """One training step at a time: loss, gradient, update.
+
+    On a GPU each clip shape's step is captured once as a CUDA graph: a step has some 3,000 small
+    kernels, and launching them one by one takes 100 ms whatever the batch.
+    """
+
+    def __init__(self, vae: VAE, config: VAETrainConfig, device: torch.device) -> None:
+        self.vae, self.config, self.on_gpu = vae, config, device.type == "cuda"
+        self.lr = torch.tensor(config.lr, device=device)
+        self.optimizer = torch.optim.AdamW(
+            vae.parameters(),
+            self.lr,
+            weight_decay=0.0,
+            capturable=self.on_gpu,
+            fused=self.on_gpu,
+        )
+        self._replays: dict[Shape, Callable[[Tensor], Tensor]] = {}
+
+    def step(self, clips: Tensor, shape: Shape, lr: float) -> Tensor:
+        """Learn from uint8 clips [B, T, H, W, 3] and return the loss, a scalar on the device."""
+        self.lr.fill_(lr)
+        if not self.on_gpu:
+            return self._compute(clips, shape)
+        if shape not in self._replays:
+            self._replays[shape] = self._capture(clips, shape)
+        return self._replays[shape](clips)
+
+    def _compute(self, clips: Tensor, shape: Shape) -> Tensor:
+        clip, config = preprocess(clips, shape.hw), self.config
+        kind = clips.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.on_gpu, cache_enabled=False):
+            got, latents = reconstruct(self.vae, clip, config.latent_noise)
+        error = got.float() - clip
+        loss = 0.1 * error.abs().mean() + error.square().mean()  # the second is what PSNR counts
+        loss = loss + config.latent_penalty * latents.square().mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.vae.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _capture(self, clips: Tensor, shape: Shape) -> Callable[[Tensor], Tensor]:
+        clips = clips.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compiles the norms and lets cuDNN and the optimizer settle
+                self._compute(clips, shape)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._compute(clips, shape)
+
+        def replay(new: Tensor) -> Tensor:
+            clips.copy_(new)
+            graph.replay()
+            return loss
+
+        return replay
 
 
 def _fit(vae: VAE, mean: VAE, train: Episodes, clips: Tensor, config: VAETrainConfig) -> None:
     """Train `vae` until the clock is over; `mean` follows it and is looked at now and then."""
-    device = clips.device
-    fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(vae.parameters(), config.lr, weight_decay=0.0, fused=fused)
-    rng, clock, looks = np.random.default_rng(config.seed), Clock(config), 0
-    kinds = shapes(config)
+    learner, clock, looks = Learner(vae, config, clips.device), Clock(config), 0
+    rng, kinds = np.random.default_rng(config.seed), shapes(config)
     budget = config.clips * 9 * math.prod(config.target_hw)
+    followed = list(mean.parameters()), list(vae.parameters())
     while clock.done < 1:
         kind = kinds[rng.choice(len(kinds), p=[k.share for k in kinds])]
         count = max(1, budget // (kind.frames * math.prod(kind.hw)))
-        clip = preprocess(train.clips(count, kind.frames, rng), kind.hw)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            got, latents = reconstruct(vae, clip, config.latent_noise)
-        error = got.float() - clip
-        loss = 0.1 * error.abs().mean() + error.square().mean()  # the second is what PSNR counts
-        loss = loss + config.latent_penalty * latents.square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = clock.lr()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = learner.step(train.clips(count, kind.frames, rng), kind, clock.lr())
         clock.step += 1
         share = 1 - min(0.999, clock.step / (clock.step + 9))  # an early mean forgets its start
-        torch._foreach_lerp_(list(mean.parameters()), list(vae.parameters()), share)
+        with torch.no_grad():
+            torch._foreach_lerp_(*followed, share)
         if clock.done * config.evaluations >= looks + 1:
             looks += 1
             _look(mean, clips, config, clock=clock, loss=loss.item())
