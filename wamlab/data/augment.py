@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wamlab.config import ConfigError, lookup
 from wamlab.data.embodiment import Embodiment
-from wamlab.data.jitter import ADJUSTMENTS, Jitter
+from wamlab.data.jitter import ADJUSTMENTS, PLANE_ADJUSTMENTS, Jitter
 from wamlab.draws import Draws
 
 CROP_SHARE = 0.95
@@ -129,15 +129,24 @@ def _check(views: Tensor, embodiment: Embodiment, ndim: int) -> None:
 def _augment_frames(
     x_N3HW: Tensor, params: AugmentDraws, sample: int, view_hw: tuple[int, int]
 ) -> Tensor:
+    x = _crop(x_N3HW.float() / 255, params, sample)
+    x = F.interpolate(x, view_hw, mode="bilinear", antialias=True)
+    for k, factor in _adjustments(params, sample):
+        x = ADJUSTMENTS[k](x, factor)
+    return (x * 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def _crop(x_N3HW: Tensor, params: AugmentDraws, sample: int) -> Tensor:
     H, W = x_N3HW.shape[-2:]
     top, left = int(params.top[sample]), int(params.left[sample])
-    x = x_N3HW.float() / 255
-    x = x[..., top : top + crop_size(H), left : left + crop_size(W)]
-    x = F.interpolate(x, view_hw, mode="bilinear", antialias=True)
-    if params.order is not None:
-        for k in params.order[sample].tolist():
-            x = ADJUSTMENTS[k](x, float(params.factors[sample, k]))
-    return (x * 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    return x_N3HW[..., top : top + crop_size(H), left : left + crop_size(W)]
+
+
+def _adjustments(params: AugmentDraws, sample: int) -> list[tuple[int, float]]:
+    """Return the numbers and factors of a sample's adjustments, first to last."""
+    if params.order is None:
+        return []
+    return [(k, float(params.factors[sample, k])) for k in params.order[sample].tolist()]
 
 
 def _build_grid(x_VThw3: Tensor, layout: str) -> Tensor:
@@ -154,7 +163,7 @@ class Augment:
     """Augmentation of a whole batch on its device, equal to `augment_cpu` within 1/255.
 
     Implementations:
-        "pieces": the public operations on a few frames at a time, which stay in a core's cache.
+        "pieces": one sample at a time, a few frames at a time, so that they stay in a core's cache.
         "batched": samples at once. The resize reads the few source pixels that an output pixel
             needs straight from the uncropped uint8 frame: the antialias weights do not depend on
             the crop's corner, which only shifts the indices.
@@ -204,7 +213,7 @@ class Augment:
         out = []
         for i, sample in enumerate(views):
             pieces = sample.flatten(0, 1).split(PIECE)
-            frames = [_augment_frames(p, params, i, self.embodiment.view_hw) for p in pieces]
+            frames = [_augment_piece(p, params, i, self.embodiment.view_hw) for p in pieces]
             out.append(_build_grid(torch.cat(frames).unflatten(0, (V, T)), self.embodiment.layout))
         return torch.stack(out)
 
@@ -223,6 +232,16 @@ class Augment:
             own = None if jitter is None else Jitter(*(f[part] for f in jitter))
             out.append(fn(views[part], taps, own, self.embodiment.layout))
         return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _augment_piece(
+    x_N3HW: Tensor, params: AugmentDraws, sample: int, view_hw: tuple[int, int]
+) -> Tensor:
+    x = _crop(x_N3HW, params, sample).float() / 255
+    rgb = F.interpolate(x, view_hw, mode="bilinear", antialias=True).unbind(1)
+    for k, factor in _adjustments(params, sample):
+        rgb = PLANE_ADJUSTMENTS[k](rgb, factor)
+    return torch.stack([(c * 255).to(torch.uint8) for c in rgb], -1)
 
 
 @lru_cache(maxsize=32)

@@ -115,10 +115,8 @@ class Jitter(NamedTuple):
 
     def apply(self, rgb: Planes) -> Planes:
         """Return the planes [B, N, h, w], each sample adjusted in its own order."""
-        rgb = _chain(rgb, self.before)
-        mean = grey_of(rgb).mean((-2, -1), keepdim=True)
-        factor = self.contrast[:, None, None, None]
-        return _chain(tuple(_blend(c, mean, factor) for c in rgb), self.after)
+        rgb = _contrast(_chain(rgb, self.before), self.contrast[:, None, None, None])
+        return _chain(rgb, self.after)
 
 
 def _chain(rgb: Planes, factors_B7: Tensor) -> Planes:
@@ -128,16 +126,21 @@ def _chain(rgb: Planes, factors_B7: Tensor) -> Planes:
     return _brighten(_saturate(_brighten(rgb, f[4]), f[5]), f[6])
 
 
-def _brighten(rgb: Planes, factor: Tensor) -> Planes:
+def _brighten(rgb: Planes, factor: float | Tensor) -> Planes:
     return tuple((c * factor).clamp(0, 1) for c in rgb)
 
 
-def _saturate(rgb: Planes, factor: Tensor) -> Planes:
+def _contrast(rgb: Planes, factor: float | Tensor) -> Planes:
+    mean = grey_of(rgb).mean((-2, -1), keepdim=True)
+    return tuple(_blend(c, mean, factor) for c in rgb)
+
+
+def _saturate(rgb: Planes, factor: float | Tensor) -> Planes:
     grey = grey_of(rgb)
     return tuple(_blend(c, grey, factor) for c in rgb)
 
 
-def _turn_hue(rgb: Planes, shift: Tensor) -> Planes:
+def _turn_hue(rgb: Planes, shift: float | Tensor) -> Planes:
     # In HSV a channel is the value less the chroma times a ramp over the six sectors.
     r, g, b = rgb
     value = torch.maximum(torch.maximum(r, g), b)
@@ -151,3 +154,7 @@ def _turn_hue(rgb: Planes, shift: Tensor) -> Planes:
         return value - chroma * torch.minimum(sector, 4 - sector).clamp(0, 1)
 
     return channel(5), channel(3), channel(1)
+
+
+# The same four on planes: the hue costs a quarter of what `adjust_hue` does on a CPU.
+PLANE_ADJUSTMENTS = (_brighten, _contrast, _saturate, _turn_hue)
