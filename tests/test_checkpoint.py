@@ -134,8 +134,9 @@ class Killed(ToyLoader):
             yield batch
 
 with training_group(torch.device("cpu")):
-    config = TrainConfig(model=None, data=None, device="cpu", steps=20, save_every=2,
-    out=sys.argv[1]) Trainer(config, ToyModel(), Killed).fit()
+    fixed = {"model": None, "data": None, "device": "cpu"}
+    config = TrainConfig(**fixed, steps=20, save_every=2, out=sys.argv[1])
+    Trainer(config, ToyModel(), Killed).fit()
 """
 
 
