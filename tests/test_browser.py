@@ -196,7 +196,7 @@ def test_the_chart_moves_and_stop_ends_the_ranks(server, folder, page):
     panel.get_by_role("button", name="Stop", exact=True).click()
     expect(output.filter(has_text="stopped: 2 ranks, step")).to_have_count(1, timeout=60_000)
     processes.wait_gone(out, 5.0)
-    assert Job.attach(out).status == "stopped"
+    assert Job.attach(out).wait(10) == "stopped"
     expect(picture).to_have_count(1)
 
 

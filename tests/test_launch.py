@@ -175,7 +175,7 @@ def test_the_caller_takes_its_ranks_along(tmp_path, number):
     os.kill(caller.pid, number)
     processes.wait_gone(tmp_path)
     assert caller.wait(10) != 0
-    assert Job.attach(tmp_path).status == "stopped"
+    assert Job.attach(tmp_path).wait(10) == "stopped"
 
 
 def test_a_killed_guard_takes_the_ranks_along(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from kernels import kernel
+from live_kernel import kernel
 
 from wamlab.jupyter.launch import Job
 
@@ -114,7 +114,7 @@ def test_nothing_outlives_its_kernel(tmp_path, way):
             made.await_text("waiting")
         stop_by(way, made)
         processes.wait_gone(tmp_path)
-        assert Job.attach(tmp_path).status == "stopped"
+        assert Job.attach(tmp_path).wait(10) == "stopped"
         if way == "interrupt":
             assert made.collect(cell).error.startswith("KeyboardInterrupt")
         if way == "restart":
