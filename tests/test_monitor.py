@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kernels import kernel
+from live_kernel import kernel
 
 from wamlab.config import ConfigError
 from wamlab.jupyter._folder import RunFolder

@@ -12,6 +12,7 @@ from wamlab.model.text import TextEncoder
 from wamlab.model.vae import load_vae
 from wamlab.model.vae_still import StillEncoder
 from wamlab.model.wam import WAMConfig, WorldActionModel, first_frame_alone
+from wamlab.train.train_vae import Learner, Shape, VAETrainConfig
 
 pytestmark = pytest.mark.gpu
 BASE = EncodeCase(
@@ -51,6 +52,25 @@ def test_whole_clip_chunks_and_layouts_agree_in_fp32(vae, monkeypatch):
     torch.testing.assert_close(model.decode(whole, 4), video, atol=1e-3, rtol=0)
     model.channels_last()
     torch.testing.assert_close(model.encode(clip) / scale, whole / scale, atol=1e-4, rtol=0)
+
+
+def test_the_captured_training_step_of_the_vae_learns(monkeypatch):
+    config = VAETrainConfig(datasets=("none",), latent_noise=0.0, device="cuda")
+    vae = load_vae("tiny", device="cuda").requires_grad_(True).train()
+    vae.channels_last()
+    vae.compile_norms()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+    learner = Learner(vae, config, torch.device("cuda"))
+    clips = torch.zeros(2, 9, 48, 64, 3, dtype=torch.uint8, device="cuda")
+    clips[:, :, 10:30, 20:50, 0] = 230
+    kinds = (Shape(9, (32, 64), 0.5), Shape(5, (48, 64), 0.5))
+    losses = {kind: [] for kind in kinds}
+    for _ in range(30):
+        for kind in kinds:
+            losses[kind].append(float(learner.step(clips[:, : kind.frames], kind, 2e-3)))
+    for kind in kinds:
+        assert losses[kind][-1] < 0.5 * losses[kind][0]
+        assert losses[kind][-1] != losses[kind][-2]  # a replay goes on from the last one
 
 
 def test_text_and_image_are_near_their_cpu_twins():

@@ -7,7 +7,7 @@ import time
 import processes
 import pytest
 import torch
-from kernels import kernel
+from live_kernel import kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
