@@ -45,14 +45,21 @@ def one_rank(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2 pre-backward hook")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor")
-@pytest.mark.parametrize("cast", [False, True], ids=["ours", "public"])
-def test_sharded_in_bf16_times_arrive_as_they_are(one_rank, cast):
+@pytest.mark.parametrize(
+    ("cast", "compiled"),
+    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)],
+    ids=["ours", "public", "ours-compiled"],
+)
+def test_sharded_in_bf16_times_arrive_as_they_are(one_rank, cast, compiled):
     """F1 under FSDP2 itself: with its input cast the times would be bf16; they are refused."""
     dit, given, seen = build(ModelOptions()), batch(), []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
     for block in dit.blocks():
-        block.recompute = "full"
+        block.recompute = "selective"
+        if compiled:
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
         fully_shard(block, mesh=one_rank, mp_policy=policy)
     fully_shard(dit, mesh=one_rank, mp_policy=policy)
     dit.time_embedding.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
@@ -109,7 +116,9 @@ def test_selective_recompute_keeps_products_and_attention():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "recompute", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"]
+)
 def test_compiled_blocks_share_their_graph_and_never_recompile(recompute):
     config = dataclasses.replace(CONFIG, num_layers=3)
     want = outcome(build(config=config), batch())
