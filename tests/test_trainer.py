@@ -260,3 +260,12 @@ def test_a_block_is_recomputed_once(monkeypatch):
     calls.clear()
     run(BATCH, recompute("every-2"), steps=2)
     assert len(calls) == 2 * (3 + 2)
+
+
+def test_validation_is_the_same_every_time(tmp_path):
+    _, trainer = run(BATCH, "fsdp2", out=str(tmp_path))
+    first, second = trainer.validate(), trainer.validate()
+    assert first == second
+    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 4, **first}] * 2
+    assert set(first) == {"loss"}

@@ -1,0 +1,60 @@
+"""`wamlab train`: files, presets, recipes, and the command line's changes."""
+
+import argparse
+import json
+
+import pytest
+
+from wamlab.cli.train import RECIPES, add_arguments, configure, predicted
+from wamlab.config import ConfigError, save_json
+from wamlab.train.config import PRESETS
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return configure(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in RECIPES.glob("*.json")))
+def test_recipes_follow_the_public_training(name):
+    config = arguments(name)
+    assert config.optim.betas == (0.95, 0.999)
+    assert (config.optim.lr, config.optim.weight_decay, config.optim.clip_norm) == (1e-5, 1e-5, 1.0)
+    assert config.precision == "bf16"
+    assert config.model.size.endswith(name.split("-")[1])
+
+
+def test_a_file_and_the_changes_to_it(tmp_path):
+    save_json(PRESETS["cpu"], tmp_path / "run.json")
+    config = arguments(
+        *(str(tmp_path / "run.json"), "--micro-batch", "2", "--steps", "9"),
+        *("--set", "optim.lr=1e-3", "--set", "data.root=elsewhere"),
+    )
+    assert (config.steps, config.optim.lr, config.data.root) == (9, 1e-3, "elsewhere")
+    assert config.optimizations == ({"name": "micro_batch", "size": 2},)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.json"], r"no such configuration file: nowhere.json"),
+        (["cpu", "--set", "optim.lrr=1"], r"did you mean 'lr'"),
+        (["cpu", "--set", "steps"], r"--set takes KEY=VALUE, got 'steps'"),
+        (["cpu", "--set", "steps=many"], r"TrainConfig.steps takes int, got 'many'"),
+    ],
+)
+def test_refusals(words, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments(*words)
+
+
+def test_memory_is_predicted_without_a_run():
+    table = predicted(arguments("cpu"), 1)
+    assert "activations" in table
+    assert "peak in backward" in table
+
+
+def test_recipes_are_plain_json():
+    for path in RECIPES.glob("*.json"):
+        assert json.loads(path.read_text())["name"] == path.stem
