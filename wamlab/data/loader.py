@@ -245,7 +245,7 @@ class _Staged:
     def take(self) -> dict[str, Any]:
         """Return the batch, ready for what the current stream does next."""
         if self.event is not None:
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(self.batch["video"].device)
             stream.wait_event(self.event)
             for value in self.batch.values():
                 if isinstance(value, Tensor):
