@@ -35,7 +35,7 @@ def plot_sample(
     cameras: Sequence[str],
     channels: Sequence[str],
 ) -> Axes:
-    """Draw one training sample: each camera at five moments, and the actions below.
+    """Draw one training sample: each camera at four moments, and the actions below.
 
     Args:
         views_VT3HW: uint8 [cameras, frames, 3, height, width].
@@ -48,10 +48,11 @@ def plot_sample(
     Returns:
         The axes of the actions; x is seconds.
     """
-    columns, frames = 5, views_VT3HW.shape[1]
+    columns, frames = 4, views_VT3HW.shape[1]
     seconds = len(action_AE) / fps
     rows = len(cameras)
-    figure = plt.figure(figsize=(10, 1.15 * rows + 2), layout="constrained")
+    size = (9, 1.15 * rows + 2)
+    figure = plt.figure(figsize=size, layout="constrained", dpi=58)  # photographs make big files
     grid = figure.add_gridspec(rows + 1, columns, height_ratios=[1.1] * rows + [1.8])
     for column, t in enumerate(np.linspace(0, frames - 1, columns).round().astype(int)):
         for row, camera in enumerate(cameras):
@@ -82,7 +83,7 @@ def plot_mask(layout: Layout, ax: Axes | None = None) -> Axes:
     Returns:
         The axes; groups are labelled C0 (clean frame 0), N1 (noisy frames of block 1), and so on.
     """
-    ax = ax or plt.subplots(figsize=(7, 7), layout="constrained")[1]
+    ax = ax or plt.subplots(figsize=(6, 6), layout="constrained")[1]
     groups = layout.groups()
     kind_T = np.concatenate(
         [[list(KINDS).index(g.name[0]) + 1] * (g.last - g.first) for g in groups]
@@ -169,7 +170,7 @@ def plot_schedule(table: Schedule) -> Axes:
     Returns:
         The axes of the weights.
     """
-    _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    _, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained", dpi=80)
     index = np.arange(STEPS)
     left.plot(index, table.sigma.numpy(), color=KINDS["N"][1], lw=2, label="shifted (used)")
     left.plot(index, 1 - index / STEPS, color=GREY, lw=1, ls="--", label="straight")
