@@ -52,7 +52,7 @@ def plot_sample(
     seconds = len(action_AE) / fps
     rows = len(cameras)
     size = (9, 1.15 * rows + 2)
-    figure = plt.figure(figsize=size, layout="constrained", dpi=58)  # photographs make big files
+    figure = plt.figure(figsize=size, layout="constrained", dpi=50)  # photographs make big files
     grid = figure.add_gridspec(rows + 1, columns, height_ratios=[1.1] * rows + [1.8])
     for column, t in enumerate(np.linspace(0, frames - 1, columns).round().astype(int)):
         for row, camera in enumerate(cameras):
@@ -195,7 +195,9 @@ def plot_latents(rows: Mapping[str, Tensor], *, titles: Sequence[str], limit: fl
     """
     columns = len(titles)
     size = (1.25 * columns + 1, 1.35 * len(rows))
-    _, axes = plt.subplots(len(rows), columns, figsize=size, layout="constrained", squeeze=False)
+    _, axes = plt.subplots(
+        len(rows), columns, figsize=size, layout="constrained", squeeze=False, dpi=80
+    )
     for line, (label, frames) in zip(axes, rows.items()):
         for ax, frame in zip(line, frames):
             ax.imshow(frame.numpy(), cmap="PuOr_r", vmin=-limit, vmax=limit)
