@@ -44,9 +44,7 @@ class TrainConfig:
     validate_every: int = 0
     validation: DataConfig | None = None
     validation_batches: int = 4
-    max_skipped: int = (
-        10  # consecutive steps with a non-finite loss or gradient before the run stops
-    )
+    max_skipped: int = 10  # steps in a row with a non-finite loss or gradient that end the run
     trackers: tuple[str, ...] = ()  # names of TRACKERS
     timeout_s: float = 600.0  # of one collective
 

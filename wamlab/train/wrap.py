@@ -18,16 +18,15 @@ def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: s
     """Apply recompute, compile and sharding to a finished model, in place and in the order that
     works.
 
-    1. Recompute stands inside the block's forward. Outside `fully_shard` it would replay the block
-    with inputs that FSDP2
-       cast in the forward but does not cast again ("different metadata"); outside the compiled
-       graph it would split it.
+    1. Recompute stands inside the block's forward. Outside `fully_shard` it replays FSDP2's hooks,
+       and releases that cast inputs in the forward alone then fail ("different metadata"); outside
+       the compiled graph it would split it.
     2. Compile the block's forward, recompute included, as one graph. Hooks that come later stay
-    outside of it. 3. `fully_shard` each block: one all-gather and one reduce-scatter a block. 4.
-    `fully_shard` the root last, even if it owned no parameter: it makes the blocks one system that
-    prefetches and
-       overlaps. Without it each block is a root of its own and 98 % of the communication is
-       exposed.
+       outside of it.
+    3. `fully_shard` each block: one all-gather and one reduce-scatter a block.
+    4. `fully_shard` the root last, even if it owned no parameter: it makes the blocks one system
+       that prefetches and overlaps. Without it each block is a root of its own and 98 % of the
+       communication is exposed.
 
     Inputs are never cast by FSDP2 (`cast_forward_inputs=False`): a timestep of 999.8 would reach
     the model as 1000.
