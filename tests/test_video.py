@@ -175,6 +175,14 @@ def test_a_hole_is_refused(tmp_path):
         numbers("pyav", clip, [2.5])
 
 
+def test_a_single_frame(tmp_path):
+    clip = barcode.write(tmp_path / "one.mp4", frames=1)
+    for decoder in WORKING:
+        assert numbers(decoder, clip, [0.0]) == [0]
+    with pytest.raises(VideoError, match="no frame at 1 s"):
+        numbers("pyav", clip, [1.0])
+
+
 def test_no_times_give_no_frames(clips):
     assert DECODERS["pyav"](clips["turned"]).frames_at([]).shape == (0, 3, 160, 96)
 

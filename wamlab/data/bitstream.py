@@ -120,7 +120,10 @@ def h264_display_order(
     layout = _h264_layout(extradata[8 : 8 + length])
     if layout is None:
         return None
+    if not layout["place_bits"]:
+        return [(0, number) for number in range(len(packets))]  # displayed as decoded
     order, group, place, reference = [], 0, 0, 0
+    half = 1 << layout["place_bits"] - 1
     for data in packets:
         start = next((s for s, _ in _units(data, width) if data[s] & 31 in (1, 5)), None)
         if start is None:
@@ -128,8 +131,7 @@ def h264_display_order(
         if data[start] & 31 == H264_IDR:
             group, place, reference = group + 1, 0, 0
         coded = _h264_place(data[start : start + 40], layout)
-        half = 1 << layout["place_bits"] - 1 if layout["place_bits"] else 0
-        place = reference + (coded - reference + half) % (2 * half) - half if half else place + 1
+        place = reference + (coded - reference + half) % (2 * half) - half
         if data[start] & 0x60:  # others are predicted from it, and counted from it
             reference = place
         order.append((group, place))

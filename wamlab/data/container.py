@@ -199,9 +199,11 @@ def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, pts: np.ndarray
     movie_rate, _ = _duration(_child(movie, "mvhd"), 12)
     frame = max(float(np.median(deltas)), 1.0)
     even = (deltas[:-1] == frame).all()
-    # a variable rate leaves the length of the last frame shown open
+    # headers are exact, to a millisecond, or count one last frame more; a variable rate leaves the
+    # length of the last frame shown open
+    off, exact = abs(duration - deltas.sum()), max(frame / 50, rate / 1000)
     left = duration - (pts.max() - pts.min())
-    fits = _fits(duration - deltas.sum(), frame) or (not even and 0 <= left <= 2 * deltas.max())
+    fits = min(off, abs(off - frame)) <= exact or (not even and 0 <= left <= 2 * deltas.max())
     if duration and not fits:
         raise _Damaged(
             f"its header says {duration / rate:.6g} s and its frames last "
@@ -213,7 +215,7 @@ def _check_times(movie: bytes, track: bytes, deltas: np.ndarray, pts: np.ndarray
     _, shown = _duration(_child(track, "tkhd"), 16)
     edits = _edits(track)
     length = sum(e[0] for e in edits) if edits else deltas.sum() * movie_rate / rate
-    if shown and not _fits((shown - length) * rate / movie_rate, frame, slack=rate / movie_rate):
+    if shown and abs(shown - length) * rate / movie_rate > 1.1 * frame + rate / movie_rate:
         lasts = f"{shown / movie_rate:.6g} s and its parts {length / movie_rate:.6g} s"
         raise _Damaged(f"its track lasts {lasts}: {REMUX}")
     _check_edits(edits, deltas, pts, rate / movie_rate)
@@ -307,9 +309,3 @@ def _edits(track: bytes) -> list[tuple[int, int]]:
             raise _Damaged("its edit list changes the speed, which no decoder here plays")
         edits.append((length, start))
     return edits
-
-
-def _fits(difference: float, frame: float, slack: float = 0.0) -> bool:
-    """Say whether two lengths agree: to less than half a frame, or but for one whole last frame."""
-    off = max(abs(difference) - slack, 0.0) / frame
-    return off <= 0.4 or 0.9 <= off <= 1.1

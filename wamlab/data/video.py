@@ -128,7 +128,7 @@ class TorchCodec(VideoDecoder):
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         batch = self._file.get_frames_at((wanted + self._shift).tolist())
-        self._prove(wanted, batch.pts_seconds.numpy(), self.times.absolute_s)
+        self._prove(wanted, batch.pts_seconds.cpu().numpy(), self.times.absolute_s)
         return batch.data
 
 
