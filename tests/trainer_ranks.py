@@ -37,7 +37,7 @@ DEFER = {"name": "fsdp2", "defer_sync": True}
 HSDP = {"name": "fsdp2", "replicate": 2}
 RUNS = {  # name -> optimizations, world sizes, steps
     "replicated": ((), EVERY, 20),
-    "batched": (("micro_batch", "fused_adamw"), EVERY, 20),
+    "batched": (("micro_batch", "fused_adamw"), [1, 2], 20),
     "fsdp2": (("micro_batch", "fsdp2"), EVERY, 20),
     "accumulated": ((MICRO, "fsdp2"), [2], 5),
     "deferred": ((MICRO, DEFER), [2], 5),
@@ -84,7 +84,7 @@ def reduce_scatters() -> dict[str, int]:
     return counts
 
 
-def interrupted_and_resumed(folder: Path, world: int) -> dict[str, object]:
+def interrupted_and_resumed(folder: Path) -> dict[str, object]:
     """Stop by a signal that one rank alone gets, resume, and compare with a run left alone."""
 
     class Interrupted(ToyLoader):
@@ -144,9 +144,10 @@ def main(folder: Path) -> None:
             "runs": losses_and_norms(world),
             "resharded": resharded(folder / "reshard", world),
         }
-        if world > 1:
+        if world == 2:
             found["reduce_scatters"] = reduce_scatters()
-            found["interrupted"] = interrupted_and_resumed(folder / f"stop{world}", world)
+            found["interrupted"] = interrupted_and_resumed(folder / "stop")
+        if world > 1:
             found["poisoned"] = poisoned()
         if dist.get_rank() == 0:
             torch.save(found, folder / f"{world}.pt")
