@@ -1,6 +1,7 @@
 """`wamlab demo`: the ladder of speed-ups on a small model and real video files, measured now."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from wamlab.config import ConfigError, lookup, replace
 from wamlab.data.bench_decode import time_decoders
 from wamlab.data.loader import DataConfig
 from wamlab.jupyter.ladder import Row, ladder
+from wamlab.jupyter.launch import LaunchError
 from wamlab.jupyter.report import write_report
 from wamlab.jupyter.table import print_ladder
 from wamlab.measure import Record, append_jsonl, machine
@@ -82,7 +84,7 @@ def demo_config(args: argparse.Namespace, on_gpu: bool) -> TrainConfig:
         optimizations=(),
         steps=WARMUP + args.repeats,
         warmup_steps=WARMUP,
-        parts_steps=2,
+        parts_steps=1,
         log_every=1,
     )
 
@@ -104,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
     (args.out / "records.jsonl").unlink(missing_ok=True)
     decode = _time_decoders(source, on_gpu)
     append_jsonl(args.out / "records.jsonl", decode)
-    records = ladder(base, rows(on_gpu), args.out, fresh=args.fresh)
+    try:
+        records = ladder(base, rows(on_gpu), args.out, fresh=args.fresh)
+    except LaunchError as error:
+        print(f"wamlab demo: the baseline failed: {error}", file=sys.stderr)
+        return 1
     print_ladder(records)
     page = write_report([*records, *decode], args.out)
     print(f"\nreport   {page}\nrecords  {args.out / 'records.jsonl'}")

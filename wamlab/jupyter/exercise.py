@@ -11,12 +11,20 @@ from typing import Any
 import torch
 
 from wamlab.config import unknown_name
-from wamlab.jupyter import exercises_machine, exercises_model, exercises_video
+from wamlab.jupyter import (
+    exercises_end_to_end,
+    exercises_machine,
+    exercises_model,
+    exercises_sharding,
+    exercises_video,
+)
 from wamlab.jupyter._exercise import Exercise
 
 EXERCISES: dict[str, Exercise] = {
+    **exercises_end_to_end.EXERCISES,
     **exercises_machine.EXERCISES,
     **exercises_model.EXERCISES,
+    **exercises_sharding.EXERCISES,
     **exercises_video.EXERCISES,
 }
 
