@@ -59,6 +59,7 @@ def test_definitions_over_ten_lines_live_in_wamlab(path):
                 assert length <= 12, f"{path.stem}: {node.name} is {length} lines long"
 
 
+@pytest.mark.timeout(1500)  # a cold C++ compile of the blocks takes minutes
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_notebook_runs(name):
     """The two notebooks of a bare pytest; the whole course is `pytest --nbval-lax notebooks`."""
