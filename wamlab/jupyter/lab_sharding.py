@@ -80,10 +80,10 @@ def train_runs(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "outside" (frozen encoders whole on each rank) or "inside" (sharded, as a trap).
 
     Returns:
-        Name -> losses, norms, step_ms, samples_per_s, collectives of one step on rank 0, held_mib
-        (its parameters, gradients and moments), kept_mib (what the forward of one micro-batch
-        leaves in memory for the backward), computed (how often blocks ran in that step) and
-        backward_cpu_ms.
+        Name -> losses, norms, step_ms, samples_per_s, held_mib (parameters, gradients and moments
+        of rank 0), kept_mib (what the forward of one micro-batch leaves in memory for the
+        backward) and computed (how often blocks ran in one step); on several ranks also that
+        step's collectives and backward_cpu_ms.
     """
     torch.set_num_threads(1)
     with training_group(CPU):
@@ -119,6 +119,18 @@ def _observe(trainer: Trainer) -> dict[str, Any]:
     computed: list[int] = []
     for block in trainer.model.blocks():  # a hook inside the block also sees it recomputed
         block.self_attn.register_forward_pre_hook(lambda *_: computed.append(1))
+    traced = _trace(trainer) if trainer.world > 1 else trainer.step() or {}
+    stepper = trainer.stepper
+    held = [*stepper.state().values(), *stepper.parameters.values()]  # gradients: like parameters
+    return {
+        **traced,
+        "held_mib": sum(local(t).numel() * t.element_size() for t in held) / 2**20,
+        "computed": len(computed),
+        "kept_mib": _kept_mib(trainer),
+    }
+
+
+def _trace(trainer: Trainer) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         trainer.step()
     events = seen.key_averages()
@@ -126,15 +138,7 @@ def _observe(trainer: Trainer) -> dict[str, Any]:
     counts = {
         name: sum(e.count for e in events if e.key == key) for key, name in COLLECTIVES.items()
     }
-    stepper = trainer.stepper
-    held = [*stepper.state().values(), *stepper.parameters.values()]  # gradients: like parameters
-    return {
-        "collectives": counts,
-        "held_mib": sum(local(t).numel() * t.element_size() for t in held) / 2**20,
-        "computed": len(computed),
-        "backward_cpu_ms": backward / 1e3,
-        "kept_mib": _kept_mib(trainer),
-    }
+    return {"collectives": counts, "backward_cpu_ms": backward / 1e3}
 
 
 def _kept_mib(trainer: Trainer) -> float:
@@ -184,51 +188,60 @@ class _Net(nn.Module):
         return x.float().square().mean()
 
 
-def wrapper_orders(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Wrap one small network in three ways, on these ranks, in bf16.
+def wrapper_orders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Wrap one small network in four ways, on these ranks, in bf16.
 
     Returns:
-        "recompute outside", "no root" and "right" -> `error` (first line, or None), `loss`, and
-        `events`: gathers and blocks in the order in which the forward started them; and
-        "times seen" -> how many of the 1,000 times of the noise schedule a block tells apart, with
-        FSDP2's cast of inputs and without.
+        `orders`: "no root", "root last", "root last, prefetch", "recompute outside" -> `error`
+        (first line, or None), `loss`, and what `forward` and `backward` started, in order. `times`:
+        how many of the 1,000 times of the noise schedule a block tells apart, with FSDP2's cast of
+        inputs ("cast") and without ("kept").
     """
     torch.set_num_threads(1)
     with training_group(CPU):
-        times = {str(cast): _times_seen(cast) for cast in (True, False)}
-        return {
-            "times seen": times,
-            "recompute outside": _attempt(outside=True, root=True, prefetch=0),
-            "no root": _attempt(outside=False, root=False, prefetch=0),
-            "right": _attempt(outside=False, root=True, prefetch=1),
+        orders = {
+            "no root": _attempt(root=False),
+            "root last": _attempt(),
+            "root last, prefetch": _attempt(prefetch=1),
+            "recompute outside": _attempt(outside=True),
         }
+        return {"orders": orders, "times": {"cast": _times_seen(True), "kept": _times_seen(False)}}
 
 
-def _attempt(*, outside: bool, root: bool, prefetch: int) -> dict[str, Any]:
+def _attempt(*, outside: bool = False, root: bool = True, prefetch: int = 0) -> dict[str, Any]:
     torch.manual_seed(0)
     net, mesh = _Net(outside=outside), data_mesh(CPU)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     for block in net.blocks:
         block.inside = not outside
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, **how, reshard_after_forward=True)
     if root:
-        fully_shard(net, mesh=mesh, mp_policy=policy)
+        fully_shard(net, **how)
     for number, block in enumerate(net.blocks):
         if prefetch:
-            block.set_modules_to_forward_prefetch(
-                list(net.blocks[number + 1 : number + 1 + prefetch])
-            )
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+            ahead = net.blocks[number + 1 : number + 1 + prefetch]
+            block.set_modules_to_forward_prefetch(list(ahead))
+    found: dict[str, Any] = {"error": None}
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
         loss = net(torch.ones(8, 64))
-    try:
-        loss.backward()
-        error = None
-    except (RuntimeError, AssertionError) as fault:
-        error = f"{type(fault).__name__}: {str(fault).strip().splitlines()[0]}"
-    ordered = sorted(seen.events(), key=lambda e: e.time_range.start)
-    names = [_event_name(e.name) for e in ordered]
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        try:
+            loss.backward()
+        except (RuntimeError, AssertionError) as fault:
+            found["error"] = f"{type(fault).__name__}: {str(fault).strip().splitlines()[0]}"
     dist.barrier()
-    return {"error": error, "loss": loss.item(), "events": [n for n in names if n]}
+    return {
+        **found,
+        "loss": loss.item(),
+        "forward": _started(forward),
+        "backward": _started(backward),
+    }
+
+
+def _started(seen: profile) -> list[str]:
+    ordered = sorted(seen.events(), key=lambda e: e.time_range.start)
+    names = [COLLECTIVES.get(e.name, e.name) for e in ordered]
+    return [n for n in names if n in COLLECTIVES.values() or n.startswith("compute ")]
 
 
 class _Times(nn.Module):
@@ -247,11 +260,3 @@ def _times_seen(cast: bool) -> int:
     sigma = 1 - torch.arange(1000) / 1000
     net(1000 * 5 * sigma / (1 + 4 * sigma))  # the schedule's times, shift 5
     return net.seen
-
-
-def _event_name(name: str) -> str | None:
-    if name.startswith("compute "):
-        return name
-    if name in COLLECTIVES:
-        return COLLECTIVES[name]
-    return None

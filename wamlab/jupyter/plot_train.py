@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 
 from wamlab.jupyter.plot import GREY, INK, MARKERS, style
 
-GATHER, BLOCK = "#cc79a7", "#56b4e9"
+BLOCK = "#56b4e9"
+EVENT_COLOURS = {"all_gather": "#cc79a7", "reduce_scatter": "#e69f00"}
 MODE_COLOURS = {"none": "#d55e00", "selective": "#009e73", "full": "#0072b2"}
 
 
@@ -43,26 +44,27 @@ def plot_knee(rows: Mapping[str, Mapping[int, tuple[float, float]]]) -> tuple[Ax
 
 @style()
 def plot_order(rows: Mapping[str, Sequence[str]]) -> Axes:
-    """Draw in which order a forward starts gathers and blocks, one strip a row.
+    """Draw what a pass starts in which order, one strip a row.
 
     Args:
-        rows: name -> events, "all_gather" or "compute 3".
+        rows: name -> events: "all_gather", "reduce_scatter" or "compute 3".
 
     Returns:
         The axes; x counts events.
     """
-    _, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(rows)), layout="constrained")
+    longest = max(len(events) for events in rows.values())
+    size = (1.6 + 0.66 * longest, 0.9 + 0.55 * len(rows))
+    _, ax = plt.subplots(figsize=size, layout="constrained")
     for y, events in enumerate(rows.values()):
-        gathers = 0
         for x, event in enumerate(events):
-            gather = event == "all_gather"
-            text = f"gather {gathers}" if gather else event.replace("compute", "block")
-            gathers += gather
-            ax.barh(y, 0.94, left=x, height=0.7, color=GATHER if gather else BLOCK)
-            ax.text(x + 0.47, y, text, ha="center", va="center", fontsize=8.5, color=INK)
+            text = {"all_gather": "gather", "reduce_scatter": "scatter"}.get(event)
+            colour = EVENT_COLOURS.get(event, BLOCK)
+            ax.barh(y, 0.94, left=x, height=0.7, color=colour)
+            text = text or event.replace("compute", "block")
+            ax.text(x + 0.47, y, text, ha="center", va="center", fontsize=8, color=INK)
     ax.set_yticks(range(len(rows)), list(rows))
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(axis="both", length=0)
-    ax.set(xticks=[], xlabel="in the order in which the forward starts them")
+    ax.set(xticks=[], xlabel="in the order in which they are started")
     ax.spines[["left", "bottom"]].set_visible(False)
     return ax
