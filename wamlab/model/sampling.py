@@ -132,12 +132,18 @@ class Sampler:
 
     @torch.no_grad()
     def sample(
-        self, state_BZS: Tensor, *, watch: Callable[[Tensor, Tensor], None] | None = None
+        self,
+        state_BZS: Tensor,
+        *,
+        action_mask: Tensor | None = None,
+        watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Chunk:
         """Denoise the next chunk.
 
         Args:
             state_BZS: the robots' present states [B, num_state_per_block, max_state_dim].
+            action_mask: bool [action_dim], real channels; the loss says nothing of the others, so
+                they are led to the zeros that padding is, not to where an untrained output leads.
             watch: called after every step with the latents and actions as they then are.
 
         Raises:
@@ -149,6 +155,8 @@ class Sampler:
             raise ConfigError("the frames of the last chunk are missing: call observe first")
         config = self.config
         video, action = self._noise(state_BZS.device)
+        noise = action
+        padded = None if action_mask is None else ~action_mask.to(action.device)
         action_run = UniPC(shifted_sigmas(config.steps))
         video_run = UniPC(shifted_sigmas(config.steps, last_sigma=config.last_video_sigma))
         choice = _Adaptive() if config.dit_steps == "adaptive" else _Fixed(config)
@@ -156,6 +164,8 @@ class Sampler:
         for i, times in enumerate(zip(video_run.timesteps, action_run.timesteps)):
             if choice.runs(i):
                 velocities = self._velocities(video, action, state_BZS, times)
+                if padded is not None:  # data 0: the velocity is the noise
+                    velocities = velocities[0], torch.where(padded, noise, velocities[1])
                 choice.saw(velocities[0])
                 runs += 1
             video = video_run.step(video, velocities[0])
