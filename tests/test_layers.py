@@ -11,13 +11,14 @@ LEVEL = {"model": 1, "data": 1, "motion": 1, "train": 2, "evaluate": 2, "jupyter
 DISPLAY = {"matplotlib", "IPython", "ipywidgets"}
 # inside a package a module imports only those that stand before it
 ORDER = {
-    "": "config draws hardware measure dist ffmpeg trace profiler",
+    "": "config draws hardware measure dist ffmpeg trace memory_timeline profiler",
     "model": "stored reference fused attention plan init dit flow_matching flops frozen vae_blocks "
     "vae vae_still text prompt_cache image latent_cache wam bench_encode weights lora sampling",
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
     "metadata columns lerobot lerobot_write windows sampler augment cache loader check transcode "
-    "toy_arm toy_render toy bench_decode bench_workers",
-    "train": "optim optimizations communication memory checkpoint metrics config trainer deepspeed",
+    "toy_arm toy_render toy_env toy bench_decode bench_workers",
+    "train": "optim optimizations communication memory checkpoint metrics config trainer profile deepspeed",
+    "evaluate": "wire policy closed_loop server libero",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -11,7 +11,7 @@ from wamlab.config import ConfigError
 from wamlab.data.codec import Codec
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot import LeRobotDataset
-from wamlab.data.toy import ToyWorld
+from wamlab.data.toy_env import ToyWorld
 from wamlab.evaluate.policy import ModelPolicy, ObservationError, PolicyConfig
 from wamlab.model.sampling import SamplingConfig
 from wamlab.model.wam import WAMConfig, WorldActionModel

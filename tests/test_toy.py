@@ -11,8 +11,9 @@ from wamlab.data import metadata
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot import LeRobotDataset
 from wamlab.data.lerobot_write import Episode, encode_video, write_dataset
-from wamlab.data.toy import Expert, ToyConfig, ToyWorld, record, write_toy
+from wamlab.data.toy import record, write_toy
 from wamlab.data.toy_arm import forward, inverse
+from wamlab.data.toy_env import Expert, ToyConfig, ToyWorld
 from wamlab.data.windows import WindowDataset
 
 
@@ -114,6 +115,10 @@ def test_a_step_is_what_the_action_says():
         ToyConfig(objects=0)
     with pytest.raises(ConfigError, match=r"unknown toy camera rig 'droit'.*mean 'droid'"):
         ToyConfig(rig="droit")
+    with pytest.raises(ConfigError, match=r"unknown toy color 'rad'.*mean 'red'"):
+        ToyConfig(colors=("rad",))
+    with pytest.raises(ConfigError, match=r"2 objects of 1 kinds .* no two may be alike"):
+        ToyConfig(shapes=("cube",), colors=("red",))
 
 
 def test_the_world_follows_from_its_seed():

@@ -162,6 +162,11 @@ RIGS: dict[str, tuple[View, ...]] = {
         View("exterior_image_2_left", (180, 320), 330.0, (1.10, -0.62, 0.78)),
         View("wrist_image_left", (180, 320), 190.0),
     ),
+    "small": (
+        View("exterior_image_1_left", (90, 160), 165.0, (1.10, 0.62, 0.78)),
+        View("exterior_image_2_left", (90, 160), 165.0, (1.10, -0.62, 0.78)),
+        View("wrist_image_left", (90, 160), 95.0),
+    ),
     "libero": (
         View("image", (256, 256), 300.0, (1.30, 0.0, 0.72)),
         View("wrist_image", (256, 256), 190.0),
