@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "encode-latents": ("encode_latents", "encode each un-augmented sample of a data set once"),
     "train-vae": ("train_vae", "train the tiny VAE on a data set's videos"),
     "lab": ("lab", "open JupyterLab on the notebooks"),
+    "course": ("course", "write the notebooks with their outputs as pages"),
 }
 
 
