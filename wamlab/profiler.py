@@ -1,10 +1,12 @@
 """Records training steps with torch.profiler, bounded: at most 3 steps, gzip, size printed."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from wamlab.config import ConfigError
@@ -35,6 +37,50 @@ def part(name: str) -> Iterator[None]:
             torch.cuda.nvtx.range_pop()
 
 
+class Marks:
+    """Marks the parts of a step in a trace, where a StepClock times them: neither waits."""
+
+    def part(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that marks its block, see `part`."""
+        return part(name)
+
+
+@contextlib.contextmanager
+def marked_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Mark what each block computes as "forward": what of it lies in the backward is recompute.
+
+    Args:
+        blocks: those whose forward calls a method `compute`; others stay unmarked. Compiled blocks
+            cannot be marked: there recompute is part of the backward's own kernels.
+    """
+    found = [block for block in blocks if hasattr(block, "compute")]
+    for block in found:
+        block.compute = _marked(block.compute)
+    try:
+        yield
+    finally:
+        for block in found:
+            del block.compute  # the class's own is left
+
+
+def _marked(compute: Callable[..., object]) -> Callable[..., object]:
+    def marked(*args: object) -> object:
+        with part("forward"):
+            return compute(*args)
+
+    return marked
+
+
+def compiler_counts() -> dict[str, int]:
+    """Return how many graphs Dynamo has compiled in this process, and how often it broke one."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes 2 s
+        return {"compiled_graphs": 0, "graph_breaks": 0}
+    from torch._dynamo.utils import counters
+
+    breaks = sum(counters["graph_break"].values())
+    return {"compiled_graphs": counters["stats"]["unique_graphs"], "graph_breaks": breaks}
+
+
 def profile_steps(
     step: Callable[[], object],
     out: str | Path,
@@ -42,6 +88,7 @@ def profile_steps(
     dev: torch.device,
     warmup: int = 2,
     active: int = 2,
+    memory: bool = False,
 ) -> Path:
     """Profile `active` calls of `step` after `warmup` that are not kept.
 
@@ -51,6 +98,7 @@ def profile_steps(
         dev: the device the step runs on.
         warmup: steps before, which pay for compilation and for the profiler's own start.
         active: recorded steps, at most 3.
+        memory: also record every allocation on the CPU, for `memory_timeline.read_memory`.
 
     Returns:
         The path of this rank's trace, for `trace.read_trace` or https://ui.perfetto.dev.
@@ -62,8 +110,13 @@ def profile_steps(
         activities.append(ProfilerActivity.CUDA)
     path = Path(out) / f"trace_rank{rank()}.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    plan = schedule(wait=0, warmup=warmup, active=active, repeat=1)
-    with profile(activities=activities, schedule=plan, acc_events=True) as profiler:
+    how = {
+        "activities": activities,
+        "schedule": schedule(wait=0, warmup=warmup, active=active, repeat=1),
+        "profile_memory": memory,
+        "acc_events": True,
+    }
+    with profile(**how) as profiler:
         for _ in range(warmup + active):
             step()
             synchronize(dev)  # a step's kernels belong to its own mark
@@ -77,7 +130,9 @@ def profile_steps(
 
 @contextlib.contextmanager
 def memory_snapshot(path: str | Path) -> Iterator[None]:
-    """Record every allocation of the block and write torch's snapshot, for `read_snapshot`.
+    """Record every allocation of the block and write torch's snapshot.
+
+    `memory_timeline.read_snapshot` reads it, and so does https://pytorch.org/memory_viz.
 
     Raises:
         ConfigError: there is no GPU; only CUDA's allocator keeps a history.

@@ -20,19 +20,40 @@ from wamlab.config import UserError
 
 Interval = tuple[float, float]  # start and end in microseconds
 
-# First match wins. Names come from cuBLAS, cuDNN, FlashAttention, NCCL, Inductor and PyTorch.
+# First match wins. Names of kernels come from cuBLAS, cuDNN, FlashAttention, NCCL, Inductor and
+# PyTorch, names of operators ("aten::mm") from PyTorch and gloo.
 KERNEL_GROUPS: dict[str, re.Pattern[str]] = {
-    "nccl": re.compile(r"nccl", re.I),
-    "copy": re.compile(r"memcpy|memset|copy_kernel|CatArray|split_with_sizes|chunk_cat", re.I),
+    "communication": re.compile(r"nccl|gloo:|c10d::", re.I),
+    "bookkeeping": re.compile(  # CPU operators that move no data: views, allocation, autograd
+        r"^aten::_?(alias|as_strided|broadcast_tensors|chunk|detach|empty(_like|_strided)?|expand"
+        r"|flatten|is_same_size|item|lift_fresh|local_scalar_dense|narrow|permute|reshape(_alias)?"
+        r"|resize|resolve_(conj|neg)|result_type|select|slice|split(_with_sizes)?|squeeze|t"
+        r"|transpose|unbind|unflatten|unsafe_view|unsqueeze|view(_as_\w+)?)_?$"
+        r"|^(autograd|torch::autograd)::|Backward\d+$|^detach$"
+    ),
+    "copy": re.compile(
+        r"memcpy|memset|copy_kernel|CatArray|split_with_sizes|chunk_cat"
+        r"|^aten::_?(cat|clone|constant_pad_nd|contiguous|copy|fill|pad|repeat|stack|to|to_copy"
+        r"|zero)_?$",
+        re.I,
+    ),
     "attention": re.compile(r"flash|fmha|flex_attention|attention|sdpa|softmax", re.I),
     "convolution": re.compile(r"conv|wgrad_|dgrad_|implicit", re.I),
-    "matmul": re.compile(r"gemm|nvjet|cutlass|xmma|matmul|triton_tem|splitK", re.I),
-    "norm": re.compile(r"norm|triton_(red|per)", re.I),
+    "matmul": re.compile(
+        r"gemm|nvjet|cutlass|xmma|matmul|triton_tem|splitK|^aten::(addmm|mm|bmm|baddbmm|linear)$",
+        re.I,
+    ),
+    "norm": re.compile(r"norm|triton_(red|per)|var_mean", re.I),
     "optimizer": re.compile(r"adam|multi_tensor|foreach", re.I),
-    "elementwise": re.compile(r"elementwise|triton_poi|vectorized|reduce|index|distribution", re.I),
+    "elementwise": re.compile(
+        r"elementwise|triton_poi|vectorized|reduce|index|distribution|^aten::|cpp_fused", re.I
+    ),
 }
 WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-PARTS = ("data_wait", "to_device", "encoders", "forward", "backward", "recompute", "optimizer")
+PARTS = (
+    *("data_wait", "to_device", "encoders", "forward", "backward", "recompute", "optimizer"),
+    "graph",  # a captured step, whose parts run as one
+)
 SYNCHRONISING = re.compile(r"cuda(Device|Stream|Event)Synchronize|hipDeviceSynchronize")
 
 
@@ -58,11 +79,15 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSplit:
-    """One step of one rank, in milliseconds: the whole, its parts, and the GPU's doings."""
+    """One step of one rank, in milliseconds: the whole, its parts, and what CPU and GPU did.
+
+    Without a GPU, communication is gloo's, and `idle_ms` is null: a CPU has no queue to run dry.
+    """
 
     step_ms: float
     parts_ms: dict[str, float]
     gpu_ms: dict[str, float]  # busy time by kernel group (overlaps counted in each)
+    cpu_ms: dict[str, float]  # own time of the operators by group, and "no operator"
     exposed_comm_ms: float | None
     comm_ms: float | None
     idle_ms: float | None
@@ -161,21 +186,70 @@ def _split_step(events: Sequence[Event], window: Interval) -> StepSplit:
     by_group: dict[str, list[Interval]] = defaultdict(list)
     for e in work:
         by_group[kernel_group(e.name)].append((e.start, e.end))
-    comm = intersect(by_group.get("nccl", []), [window])
-    compute = [i for group, rows in by_group.items() if group != "nccl" for i in rows]
+    comm = intersect(by_group.get("communication", []), [window])
+    compute = [i for group, rows in by_group.items() if group != "communication" for i in rows]
     busy = intersect([*comm, *compute], [window])
     has_gpu = bool(work)
+    if not has_gpu:
+        comm, compute = _host_communication(inside, window)
+    known = has_gpu or bool(comm)
     return StepSplit(
         step_ms=(window[1] - window[0]) / 1e3,
         parts_ms=_parts(inside, window, has_gpu),
         gpu_ms={g: length(intersect(rows, [window])) / 1e3 for g, rows in by_group.items()},
-        comm_ms=length(comm) / 1e3 if has_gpu else None,
-        exposed_comm_ms=(length(comm) - length(intersect(comm, compute))) / 1e3
-        if has_gpu
-        else None,
+        cpu_ms=_cpu_groups(inside, window),
+        comm_ms=length(comm) / 1e3 if known else None,
+        exposed_comm_ms=(length(comm) - length(intersect(comm, compute))) / 1e3 if known else None,
         idle_ms=(window[1] - window[0] - length(busy)) / 1e3 if has_gpu else None,
         counts=_counts(inside),
     )
+
+
+def _host_communication(
+    events: Sequence[Event], window: Interval
+) -> tuple[list[Interval], list[Interval]]:
+    """Return when gloo's own threads worked, and when operators that compute did.
+
+    c10d's operators only hand the work over, or wait for it: neither computes.
+    """
+    comm = [(e.start, e.end) for e in events if e.name.startswith("gloo:")]
+    compute = [
+        (e.start, e.end)
+        for e in events
+        if e.category == "cpu_op" and e.name.startswith(("aten::", "graph_"))
+    ]
+    return intersect(comm, [window]), compute
+
+
+def own_times(events: Iterable[Event]) -> list[tuple[Event, float]]:
+    """Return every CPU operator with its own microseconds: without the operators it called."""
+    lanes: dict[Any, list[Event]] = defaultdict(list)
+    for e in events:
+        if e.category == "cpu_op":
+            lanes[e.lane].append(e)
+    found: list[tuple[Event, float]] = []
+    for lane in lanes.values():
+        open_ops: list[list[Any]] = []  # [operator, microseconds of the operators inside it]
+        for e in sorted(lane, key=lambda e: (e.start, -e.duration)):
+            while open_ops and open_ops[-1][0].end <= e.start:
+                op, inside = open_ops.pop()
+                found.append((op, op.duration - inside))
+            if open_ops:
+                open_ops[-1][1] += e.duration
+            open_ops.append([e, 0.0])
+        found += [(op, op.duration - inside) for op, inside in open_ops]
+    return found
+
+
+def _cpu_groups(events: Sequence[Event], window: Interval) -> dict[str, float]:
+    groups: dict[str, float] = defaultdict(float)
+    for op, own in own_times(events):
+        groups[kernel_group(op.name)] += own / 1e3
+    covered = length(
+        intersect(((e.start, e.end) for e in events if e.category == "cpu_op"), [window])
+    )
+    groups["no operator"] = (window[1] - window[0] - covered) / 1e3
+    return dict(groups)
 
 
 def _parts(events: Sequence[Event], window: Interval, on_gpu: bool) -> dict[str, float]:
@@ -187,6 +261,8 @@ def _parts(events: Sequence[Event], window: Interval, on_gpu: bool) -> dict[str,
         host_side = part == "data_wait" and e.category == "user_annotation"
         if part in spans and (e.category == category or host_side):
             spans[part].append((e.start, e.end))
+        elif e.category == "gpu_memcpy" and "HtoD" in e.name:
+            spans["to_device"].append((e.start, e.end))
     # A block's forward that runs inside the backward is recompute; it is taken out of the backward.
     spans["recompute"] += intersect(spans["forward"], spans["backward"])
     times = {part: length(intersect(rows, [window])) / 1e3 for part, rows in spans.items()}
@@ -228,6 +304,7 @@ def summarise(splits: Sequence[StepSplit]) -> dict[str, Any]:
         "step_ms": median(s.step_ms for s in splits),
         "parts_ms": by_key([s.parts_ms for s in splits]),
         "gpu_ms": by_key([s.gpu_ms for s in splits]),
+        "cpu_ms": by_key([s.cpu_ms for s in splits]),
         "comm_ms": median(s.comm_ms for s in splits),
         "exposed_comm_ms": median(s.exposed_comm_ms for s in splits),
         "idle_ms": median(s.idle_ms for s in splits),
@@ -235,9 +312,13 @@ def summarise(splits: Sequence[StepSplit]) -> dict[str, Any]:
     }
 
 
-def merge_ranks(per_rank: Sequence[Sequence[StepSplit]]) -> dict[str, Any]:
-    """Return slowest and fastest rank by median step time, and the skew between them (0 = none)."""
-    medians = [statistics.median(s.step_ms for s in splits) for splits in per_rank]
+def merge_ranks(per_rank: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return slowest and fastest rank by median step time, and the skew between them (0 = none).
+
+    Args:
+        per_rank: every rank's step times in milliseconds, in rank order.
+    """
+    medians = [statistics.median(times) for times in per_rank]
     slow, fast = max(medians), min(medians)
     return {
         "slowest_rank": medians.index(slow),
@@ -248,11 +329,17 @@ def merge_ranks(per_rank: Sequence[Sequence[StepSplit]]) -> dict[str, Any]:
 
 
 def kernel_table(events: Sequence[Event]) -> dict[str, tuple[int, float]]:
-    """Return {kernel name: (how often, total milliseconds)}, the most expensive first."""
+    """Return {kernel name: (how often, total milliseconds)}, the most expensive first.
+
+    A trace without GPU kernels is tabled by its CPU operators and their own times.
+    """
     table: dict[str, list[float]] = defaultdict(list)
     for e in events:
         if e.category in WORK:
             table[e.name].append(e.duration / 1e3)
+    if not table:
+        for op, own in own_times(events):
+            table[op.name].append(own / 1e3)
     rows = {name: (len(times), sum(times)) for name, times in table.items()}
     return dict(sorted(rows.items(), key=lambda row: -row[1][1]))
 

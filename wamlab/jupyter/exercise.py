@@ -13,8 +13,10 @@ import torch
 from wamlab.config import unknown_name
 from wamlab.jupyter import (
     exercises_end_to_end,
+    exercises_fusion,
     exercises_machine,
     exercises_model,
+    exercises_profile,
     exercises_sharding,
     exercises_video,
 )
@@ -22,8 +24,10 @@ from wamlab.jupyter._exercise import Exercise
 
 EXERCISES: dict[str, Exercise] = {
     **exercises_end_to_end.EXERCISES,
+    **exercises_fusion.EXERCISES,
     **exercises_machine.EXERCISES,
     **exercises_model.EXERCISES,
+    **exercises_profile.EXERCISES,
     **exercises_sharding.EXERCISES,
     **exercises_video.EXERCISES,
 }

@@ -212,13 +212,14 @@ class Block(nn.Module):
         """Run the block: [B, T, D] -> [B, Q, D], Q = T - plan.first."""
         args = (x_BTD, time_BG6D, image_BID, text_BLD, plan, cache)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._compute(*args)
+            return self.compute(*args)
         extra = {"context_fn": save_matmuls} if self.recompute == "selective" else {}
         return checkpoint(
-            self._compute, *args, use_reentrant=False, preserve_rng_state=False, **extra
+            self.compute, *args, use_reentrant=False, preserve_rng_state=False, **extra
         )
 
-    def _compute(self, x, time_BG6D, image_BID, text_BLD, plan, cache) -> Tensor:
+    def compute(self, x, time_BG6D, image_BID, text_BLD, plan, cache) -> Tensor:
+        """Run the block without regard to recompute, which calls this once more."""
         ops, eps, segment, first = plan.ops, self.eps, plan.segment, plan.first
         assert segment is not None or time_BG6D.shape[1] == x.shape[1], "one time row a token"
         rows = (self.modulation + time_BG6D).unbind(2)
