@@ -17,7 +17,8 @@ ORDER = {
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
     "metadata columns lerobot lerobot_write windows sampler augment cache loader check transcode "
     "toy_arm toy_render toy_env toy bench_decode bench_workers",
-    "motion": "skeleton bvh streams segments features dynamics augment synthetic windows model claims",
+    "motion": "skeleton bvh streams segments features dynamics augment synthetic windows "
+    "model claims",
     "train": "optim optimizations communication memory checkpoint metrics config trainer profile deepspeed",
     "evaluate": "wire policy closed_loop server libero",
 }
