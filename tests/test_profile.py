@@ -5,8 +5,11 @@ import dataclasses
 import pytest
 from toy_model import ToyLoader, ToyModel
 
+from wamlab.__main__ import main
+from wamlab.cli import profile as command
 from wamlab.config import ConfigError, to_dict
 from wamlab.jupyter.launch import launch
+from wamlab.measure import read_records
 from wamlab.memory_timeline import read_memory
 from wamlab.train.communication import training_group
 from wamlab.train.config import TrainConfig
@@ -62,3 +65,20 @@ def test_two_ranks_are_merged_and_their_communication_is_seen(tmp_path):
 def test_bounds_are_checked():
     with pytest.raises(ConfigError, match="warmup 1 and steps 0"):
         ProfileConfig(steps=0)
+
+
+def test_the_command_prints_what_was_found(tmp_path, monkeypatch, capsys):
+    def launched(target, config, nproc, *, monitor):
+        assert (target, nproc) == ("wamlab.train.profile:profile_run", 1)
+        assert (config.steps, config.train.global_batch) == (2, 3)
+        record = profiled(tmp_path, "micro_batch")
+        return type("Job", (), {"result": lambda self: record})()
+
+    monkeypatch.setattr(command, "launch", launched)
+    record = tmp_path / "records.jsonl"
+    argv = ["cpu", "--set", "global_batch=3", "--steps", "2", "--nproc", "1"]
+    assert main(["profile", *argv, "--record", str(record)]) == 0
+    text = capsys.readouterr().out
+    for words in ("parts (ms): ", "operators (ms): ", "recompute ", "counts: cpu_ops", "perfetto"):
+        assert words in text
+    assert [r.scope for r in read_records(record)] == ["profile"]

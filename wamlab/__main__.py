@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ladder": ("ladder", "run a ladder file, each row in a fresh process"),
     "report": ("report", "tables and plots from record files"),
     "bench": ("bench", "time one part alone: decode, encode, augment or dit"),
+    "profile": ("profile", "where the steps of a run spend their time, on every rank"),
     "check": ("check", "find every fault of a data set in one pass"),
     "transcode": ("transcode", "re-encode a data set's videos for training"),
     "encode-prompts": ("encode_prompts", "encode each distinct prompt of a data set once"),
