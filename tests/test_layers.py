@@ -19,7 +19,8 @@ ORDER = {
     "toy_arm toy_render toy_env toy bench_decode bench_workers",
     "motion": "skeleton bvh streams segments features dynamics augment synthetic windows "
     "model claims",
-    "train": "optim optimizations communication memory checkpoint metrics config trainer profile deepspeed",
+    "train": "optim optimizations topology communication compression wire wait memory checkpoint "
+    "metrics config trainer profile deepspeed",
     "evaluate": "wire policy closed_loop server libero",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -11,6 +11,7 @@ from wamlab.train.communication import data_mesh
 from wamlab.train.config import TrainConfig
 from wamlab.train.optim import AdamW, SplitAdamW, split_master
 from wamlab.train.optimizations import Optimization, StepPlan
+from wamlab.train.wire import Wires
 from wamlab.train.wrap import wrap
 
 
@@ -35,11 +36,12 @@ def prepare(
     *,
     config: TrainConfig,
     device: torch.device,
-) -> tuple[dict[str, nn.Parameter], AdamW | SplitAdamW]:
+) -> tuple[dict[str, nn.Parameter], AdamW | SplitAdamW, Wires | None]:
     """Optimize and wrap a model in place and build its optimizer.
 
     Returns:
-        The trained parameters by name, and the optimizer over this rank's shards.
+        The trained parameters by name, the optimizer over this rank's shards, and what travels
+        between shards (None without sharding).
     """
     for optimization in optimizations:
         optimization.apply_model(model)
@@ -48,14 +50,14 @@ def prepare(
     split = plan.optimizer == "split"
     low = {n: split_master(p) for n, p in _trained(model).items()} if split else None
     mesh = data_mesh(device, plan.fsdp.replicate) if plan.fsdp else None
-    wrap(model, plan, mesh, config.precision)
+    wires = wrap(model, plan, mesh, config.precision)
     parameters = _trained(model)
     if split:
         second = torch.bfloat16 if plan.second_moment == "bf16" else torch.float32
         optimizer = SplitAdamW(parameters, config.optim, low=low, second=second, seed=config.seed)
     else:
         optimizer = AdamW(parameters, config.optim, fused=plan.optimizer == "fused")
-    return parameters, optimizer
+    return parameters, optimizer, wires
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,18 +1,21 @@
 """Process groups and meshes for training, and the gradient average of what is not sharded."""
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from wamlab.config import ConfigError
-from wamlab.dist import process_group
+from wamlab.config import ConfigError, replace
+from wamlab.dist import gather, local_rank, process_group
+from wamlab.train.optimizations import StepPlan
+from wamlab.train.topology import MeshPlan, host_name, join_hosts, local_links, plan_groups
 
 
 @contextlib.contextmanager
@@ -37,8 +40,25 @@ def training_group(device: torch.device, timeout_s: float = 600.0) -> Iterator[N
                 dist.destroy_process_group()
 
 
+def planned_mesh() -> MeshPlan:
+    """Plan the groups of this run's ranks from the links of every host; every rank must call it."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    mine = (host_name(), local_rank(), *local_links(per_host))
+    return plan_groups(*join_hosts(gather(mine)))
+
+
+def with_links(plan: StepPlan) -> StepPlan:
+    """Return the plan with `fsdp2.replicate` 0 replaced by what the links say."""
+    if plan.fsdp is None or plan.fsdp.replicate:
+        return plan
+    return replace(plan, {"fsdp.replicate": planned_mesh().replicate})
+
+
 def data_mesh(device: torch.device, replicate: int = 1) -> DeviceMesh:
     """Return the mesh that FSDP2 shards over: one dimension, or (replicate, shard) for HSDP.
+
+    Where the links make as many islands as there are copies, each copy gets an island; else ranks
+    that follow one another share a copy.
 
     Args:
         device: this rank's device.
@@ -54,26 +74,35 @@ def data_mesh(device: torch.device, replicate: int = 1) -> DeviceMesh:
         )
     if replicate == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    shape = (replicate, world // replicate)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    plan = planned_mesh()
+    groups = torch.arange(world).view(replicate, -1)
+    if plan.replicate == replicate:
+        groups = torch.tensor(plan.groups)
+    return DeviceMesh(device.type, groups, mesh_dim_names=("replicate", "shard"))
 
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Average over ranks the gradients that FSDP2 does not: those of plain parameters, in one flat
-    all-reduce a dtype."""
+    all-reduce a dtype, after the backward."""
     if dist.get_world_size() == 1:
         return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and not isinstance(parameter, DTensor):
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for grads in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
-            grad.copy_(part.view_as(grad))
+        mean_over_ranks(grads)
+
+
+@torch.no_grad()
+def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
+    """Average tensors of one dtype over all ranks, in place, in one flat all-reduce."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        tensor.copy_(part.view_as(tensor))
 
 
 class StopSignal:

@@ -35,6 +35,9 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     warmup_steps: int = 2  # first steps that the record's times leave out
     parts_steps: int = 0  # further steps, timed part by part, after the run
+    wait_steps: int = (
+        5  # rehearsed steps after a run of several ranks that measure the wait
+    )
     out: str | None = None  # run folder: steps.jsonl, run.json, checkpoints/
     log_every: int = 10  # steps between two reads of the device
     save_every: int = 0  # steps between two checkpoints; 0 saves none

@@ -135,7 +135,8 @@ class Setting:
 def predict(setting: Setting) -> Memory:
     """Predict the memory of one training step."""
     shape, plan, fsdp = setting.shape, setting.plan, setting.plan.fsdp
-    share = (fsdp.replicate if fsdp else setting.world) / setting.world
+    copies = max(1, fsdp.replicate) if fsdp else setting.world  # 0: not yet asked the links
+    share = copies / setting.world
     own = shape.trained * share
     split = plan.optimizer == "split"
     weight = 2.0 if split else 4.0

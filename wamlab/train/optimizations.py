@@ -36,6 +36,7 @@ class StepPlan:
     optimizer: Literal["adamw", "fused", "split"] = "adamw"
     second_moment: Literal["fp32", "bf16"] = "bf16"  # of the split optimizer
     fsdp: "Fsdp2 | None" = None
+    ddp: "Ddp | None" = None
     cuda_graph: bool = False
 
 
@@ -176,7 +177,10 @@ class Fsdp2(Optimization):
     blocks keep their parameters between forward and backward (-1: all; the backward starts with the
     last). `prefetch` blocks are gathered ahead (0: FSDP2's own order). `defer_sync` reduces
     gradients once a step, not once a micro-batch, and costs unsharded gradients. `replicate` > 1 is
-    HSDP: that many copies, each sharded.
+    HSDP: that many copies, each sharded; 0 asks the links. `reduce_dtype` is that of the sums,
+    `scatter` what a gradient travels as to its float32 sum, `between` the same between the islands
+    of HSDP, and `gather` what a weight travels as. float8 weights carry their rounding error into
+    the next step's. `root` false leaves the root unwrapped: the mistake, to measure it.
     """
 
     keep_unsharded: int = 1
@@ -184,11 +188,58 @@ class Fsdp2(Optimization):
     defer_sync: bool = False
     replicate: int = 1
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    gather: Literal["same", "float8"] = "same"
+    scatter: Literal["same", "bf16", "float8"] = "same"
+    between: Literal["same", "bf16", "fp16"] = "same"
+    root: bool = True
     name, dimension, order = "fsdp2", "parallel", 60
 
     def apply_step(self, plan: StepPlan) -> StepPlan:
         """Set the plan's sharding."""
         return replace(plan, fsdp=self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ddp(Optimization):
+    """Whole copies whose gradients are averaged bucket by bucket while the backward still runs.
+
+    `wire` is what a gradient travels as: itself, rounded, `rank` columns and rows of each matrix
+    (PowerSGD), or the `keep` share of largest entries (whose bytes are counted, not saved: an
+    all-reduce sends zeros too). What was left out is sent with the next gradient
+    (`error_feedback`). The first `start` share of the run is not compressed. `gate` chooses the
+    `share` of (bucket, step) pairs that are: where the gradient changes much or little, where the
+    batch moves much, at random, or always all of them.
+    """
+
+    bucket_mb: float = 25.0
+    wire: Literal["same", "fp16", "bf16", "lowrank", "topk"] = "same"
+    rank: int = 2
+    keep: float = 0.05
+    error_feedback: bool = True
+    start: float = 0.1
+    gate: Literal["always", "high", "low", "activity", "random"] = "always"
+    share: float = 0.5
+    name, dimension, order = "ddp", "communication", 62
+
+    def __post_init__(self) -> None:
+        for field in ("keep", "share"):
+            if not 0.0 < getattr(self, field) <= 1.0:
+                raise ConfigError(f"ddp.{field} is a share in (0, 1], got {getattr(self, field)}")
+        if not 0.0 <= self.start < 1.0:
+            raise ConfigError(f"ddp.start is a share of the steps in [0, 1), got {self.start}")
+        if self.rank < 1 or self.bucket_mb <= 0:
+            raise ConfigError(
+                f"ddp needs rank >= 1 and bucket_mb > 0, got {self.rank} and {self.bucket_mb}"
+            )
+
+    def apply_step(self, plan: StepPlan) -> StepPlan:
+        """Set the plan's gradient exchange."""
+        if plan.fsdp:
+            raise ConfigError(
+                "ddp and fsdp2 both exchange gradients: list one; fsdp2 has `scatter`, `between` "
+                "and `gather` for what travels"
+            )
+        return replace(plan, ddp=self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +289,7 @@ OPTIMIZATIONS: dict[str, type[Optimization]] = {
     cls.name: cls
     for cls in (
         *(Shortcuts, Compile, FusedAdamW, CudaGraph, BatchedEncoders, PromptCache, MicroBatch),
-        *(Recompute, Fsdp2, SplitAdamW, Torchcodec, DeviceAugment, Prefetch),
+        *(Recompute, Fsdp2, SplitAdamW, Ddp, Torchcodec, DeviceAugment, Prefetch),
     )
 }
 

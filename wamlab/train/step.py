@@ -4,10 +4,11 @@ Nothing in a step waits for the device. What a step gives back stays on it.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from wamlab.config import ConfigError
@@ -15,6 +16,7 @@ from wamlab.draws import Draws
 from wamlab.measure import StepClock
 from wamlab.train.build import prepare
 from wamlab.train.communication import average_gradients
+from wamlab.train.compression import Compression, replicate
 from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES
 from wamlab.train.optim import reduce_step
@@ -45,9 +47,15 @@ class TorchStep:
         device: torch.device,
     ) -> None:
         self.model, self.plan, self.config, self.device = model, plan, config, device
-        self.parameters, self.optimizer = prepare(
+        self.parameters, self.optimizer, self._wires = prepare(
             model, plan, optimizations, config=config, device=device
         )
+        self.compression = self._ddp = None
+        if plan.ddp and dist.get_world_size() > 1:
+            self.compression = Compression(plan.ddp, self.parameters, config.steps, config.seed)
+            self._ddp = replicate(model, plan.ddp, self.compression)
+        self._watches_activity = self.compression is not None and plan.ddp.gate == "activity"
+        self._activity: Tensor | float = 0.0
         self.clock: StepClock | None = None
         self._graph = _Graph(self._compute, device) if plan.cuda_graph else None
         if self._graph:
@@ -67,12 +75,13 @@ class TorchStep:
         """
         if self._graph:
             return self._replay(batches, count, step)
+        if self.compression:
+            self.compression.step = step
         losses_K, micro_losses, sample_ids = 0.0, [], []
         for index in range(count):
             batch = self._next(batches)
-            if self.plan.fsdp and self.plan.fsdp.defer_sync:
-                self.model.set_requires_gradient_sync(index == count - 1)
-            micro_K = self._forward_backward(batch, step, 1.0 / count)
+            with self._exchange(last=index == count - 1):
+                micro_K = self._forward_backward(batch, step, 1.0 / count)
             losses_K = losses_K + micro_K.double() / count
             micro_losses.append(micro_K[0])
             sample_ids.append(batch["sample_id"])
@@ -80,6 +89,33 @@ class TorchStep:
             losses_K, norm, bad = self._update(losses_K)
         found = {"losses": losses_K, "norm": norm, "bad": bad}
         return {**found, "micro_losses": torch.stack(micro_losses), "sample_ids": sample_ids}
+
+    def rehearsal(
+        self, batches: Iterator[dict[str, Any]], count: int, step: int
+    ) -> Callable[[bool], None] | None:
+        """Return a function that runs a step's forward, backward and exchange, and forgets them.
+
+        Its argument says whether to communicate; without it every collective is cut out, and the
+        gradients are wrong. None for a captured step, whose collectives cannot be cut out.
+        """
+        if self._graph:
+            return None
+        taken = [self._next(batches) for _ in range(count)]
+
+        def rehearse(communicate: bool) -> None:
+            if self._wires and not communicate:
+                self._wires.cut()
+            for index, batch in enumerate(taken):
+                last = index == count - 1 and (communicate or self._ddp is None)
+                with self._exchange(last=last):
+                    micro_K = self._forward_backward(batch, step, 1.0 / count)
+            if communicate:
+                self._reduce(micro_K.double())
+            elif self._wires:
+                self._wires.join()
+            self.model.zero_grad(set_to_none=True)
+
+        return rehearse
 
     def _next(self, batches: Iterator[dict[str, Any]]) -> dict[str, Any]:
         with self._part("data_wait"):
@@ -92,17 +128,40 @@ class TorchStep:
     def _forward_backward(self, batch: dict[str, Any], step: int | Tensor, weight: float) -> Tensor:
         draws = Draws(self.config.seed, step, batch["sample_id"])
         with self._part("forward"), self._autocast():
-            losses = self.model.loss(batch, draws)
+            losses = (self._ddp or self.model.loss)(batch, draws)
         with self._part("backward"):
             (losses["loss"] * weight).backward()
+        if self._watches_activity:
+            self._activity = self._activity + _activity(losses) * weight
         return in_order(losses)
 
+    def _exchange(self, *, last: bool) -> contextlib.AbstractContextManager:
+        """Return the context of a micro-batch; gradients kept back travel with the last one's."""
+        if self._ddp and not last:
+            return self._ddp.no_sync()
+        if self.plan.fsdp and self.plan.fsdp.defer_sync and self.plan.fsdp.root:
+            self.model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    def _reduce(self, losses_K: Tensor) -> tuple[Tensor, Tensor]:
+        if self._ddp is None:
+            average_gradients(self.parameters.values())
+        if self.compression:
+            self.compression.observe()
+        if not self._watches_activity:
+            return reduce_step(self.parameters, losses_K)
+        norm, reduced = reduce_step(self.parameters, torch.cat([losses_K, self._activity[None]]))
+        self.compression.note_activity(reduced[-1])
+        self._activity = 0.0
+        return norm, reduced[:-1]
+
     def _update(self, losses_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        average_gradients(self.parameters.values())
-        norm, losses_K = reduce_step(self.parameters, losses_K)
+        norm, losses_K = self._reduce(losses_K)
         bad = ~(torch.isfinite(norm) & torch.isfinite(losses_K[0]))
         self.optimizer.step(norm, bad)
         self.model.zero_grad(set_to_none=True)
+        if self._wires:
+            self._wires.advance()
         return losses_K, norm, bad
 
     def _compute(self, batch: dict[str, Any], step: Tensor) -> tuple[Tensor, ...]:
@@ -130,9 +189,12 @@ class TorchStep:
         return losses
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: trained parameters and the optimizer's state, live."""
+        """Return what a checkpoint holds, live: trained parameters, the optimizer's state, and what
+        compression remembers."""
         parameters = {f"model.{n}": p.detach() for n, p in self.parameters.items()}
-        return parameters | {f"optimizer.{n}": t for n, t in self.optimizer.state().items()}
+        optimizer = {f"optimizer.{n}": t for n, t in self.optimizer.state().items()}
+        compression = self.compression.state() if self.compression else {}
+        return parameters | optimizer | {f"compression.{n}": t for n, t in compression.items()}
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         # FSDP2 and the split optimizer hold bf16 weights to compute with
@@ -151,8 +213,19 @@ def in_order(losses: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([losses.get(name, none).detach().float() for name in LOSSES])
 
 
+def _activity(losses: Mapping[str, Tensor]) -> Tensor:
+    if "activity" not in losses:
+        raise ConfigError(
+            "ddp.gate 'activity' needs a model whose loss also returns `activity`, how much a "
+            "batch moves; use high, low, random or always"
+        )
+    return losses["activity"].detach().double()
+
+
 def _check_capture(plan: StepPlan) -> None:
     """Refuse a plan whose step cannot be captured in a CUDA graph."""
+    if plan.ddp:
+        raise ConfigError("cuda_graph cannot hold ddp's hooks: leave one of them out")
     if plan.optimizer == "adamw":
         raise ConfigError(
             "cuda_graph needs an optimizer that skips on the device: add fused_adamw or split_adamw"

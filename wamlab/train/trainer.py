@@ -19,17 +19,18 @@ from wamlab.config import ConfigError, from_dict, replace, save_json
 from wamlab.data.loader import Loader
 from wamlab.dist import device as pick_device
 from wamlab.dist import print0, rank
-from wamlab.measure import Record, StepClock, append_jsonl, reset_peak, stamp, synchronize
+from wamlab.measure import Record, StepClock, Timing, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.stored import CheckpointError
 from wamlab.train import memory
 from wamlab.train.build import build_model, export
 from wamlab.train.checkpoint import Checkpoints, load, read_marker
-from wamlab.train.communication import StopSignal, training_group
+from wamlab.train.communication import StopSignal, training_group, with_links
 from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES, TRACKERS, StepLog, StepNumbers
 from wamlab.train.optim import lr_at
 from wamlab.train.optimizations import build_optimizations, build_plan, check_needs
 from wamlab.train.step import TorchStep
+from wamlab.train.wait import measure_wait, worst
 
 
 def train(config: TrainConfig | Mapping[str, Any]) -> Record:
@@ -63,7 +64,7 @@ class Trainer:
         self.world = dist.get_world_size()
         self.optimizations = build_optimizations(config.optimizations)
         check_needs(self.optimizations, self.device)
-        self.plan = build_plan(self.optimizations)
+        self.plan = with_links(build_plan(self.optimizations))
         self.share, self.micro_batch = self._shares()
         self.out = Path(config.out) if config.out else None
         self._memory = self._check_memory() if model is None else contextlib.nullcontext()
@@ -156,8 +157,10 @@ class Trainer:
                 self._between_steps(last=stopped or self.step_count == self.config.steps)
             if self.config.export and not stopped:
                 export(self.model, self.out / "weights")
+            waits = {} if stopped else self._measure_wait()
             parts = None if stopped else self._time_parts()
-        return self._result(parts, f"stopped by {stop.name or 'another rank'}" if stopped else None)
+        reason = f"stopped by {stop.name or 'another rank'}" if stopped else None
+        return self._result(parts, waits, reason)
 
     def step(self) -> None:
         """Run one optimizer step over the global batch; nothing here waits for the device."""
@@ -245,6 +248,29 @@ class Trainer:
         self.log.discard()
         return clock.median_ms()
 
+    def _measure_wait(self) -> dict[str, Any]:
+        """Return what communication cost every rank, as fields of a record."""
+        config, found = self.config, {}
+        compression = getattr(self.stepper, "compression", None)
+        if compression:
+            found["wire_bytes_share"] = compression.sent_bytes / max(1, compression.dense_bytes)
+        fresh = self.log.records[config.warmup_steps :]
+        if self.world == 1 or not config.wait_steps or not fresh:
+            return found
+        if not (rehearsal := getattr(self.stepper, "rehearsal", None)):
+            return found
+        count = self.share // self.micro_batch
+        if not (rehearse := rehearsal(self._batches, count, self.step_count)):
+            return found
+        with compression.untouched() if compression else contextlib.nullcontext():
+            return found | measure_wait(
+                rehearse,
+                device=self.device,
+                repeats=config.wait_steps,
+                step_ms=Timing.of([r.step_ms for r in fresh]).median,
+                folder=self.out,
+            )
+
     def _compiled_graphs(self) -> int:
         if not self.plan.compile:
             return 0
@@ -252,7 +278,9 @@ class Trainer:
 
         return counters["stats"]["unique_graphs"]
 
-    def _result(self, parts_ms: dict[str, float] | None, reason: str | None) -> Record:
+    def _result(
+        self, parts_ms: dict[str, float] | None, waits: dict[str, Any], reason: str | None
+    ) -> Record:
         model, fresh = self.config.model, self.log.records[self.config.warmup_steps :]
         if not fresh:
             reason = reason or f"no step to measure: the run stands at step {self.step_count}"
@@ -274,7 +302,8 @@ class Trainer:
             parts_ms=parts_ms,
             first_step_s=self.first_step_s,
             losses=tuple(r.loss for r in self.log.records),
-            extra={"recompiles": self._compiled_graphs() - self._graphs},
+            exposed_comm_share=worst(waits) if "rank_skew" in waits else None,
+            extra={"recompiles": self._compiled_graphs() - self._graphs, **waits},
         )
         return stamp(replace(record, self.log.summary(fresh)))
 

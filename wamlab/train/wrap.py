@@ -12,9 +12,10 @@ from torch.distributed.fsdp import (
 
 from wamlab.config import ConfigError
 from wamlab.train.optimizations import Fsdp2, StepPlan, recompute_of
+from wamlab.train.wire import Wires
 
 
-def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: str) -> None:
+def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: str) -> Wires | None:
     """Apply recompute, compile and sharding to a finished model, in place and in the order that
     works.
 
@@ -36,6 +37,9 @@ def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: s
         plan: what to apply.
         mesh: one dimension, or two (replicate, shard); needed with `plan.fsdp`.
         precision: "bf16" makes FSDP2 compute in bf16.
+
+    Returns:
+        What travels between the shards; None without sharding.
     """
     blocks = list(model.blocks())
     for index, block in enumerate(blocks):
@@ -48,13 +52,15 @@ def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: s
     if plan.compile:
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-    if plan.fsdp:
-        _shard(model, blocks, plan.fsdp, mesh=mesh, precision=precision)
+    if plan.fsdp is None:
+        return None
+    return _shard(model, blocks, plan.fsdp, mesh=mesh, precision=precision)
 
 
 def _shard(
     model: nn.Module, blocks: list[nn.Module], fsdp: Fsdp2, *, mesh: DeviceMesh, precision: str
-) -> None:
+) -> Wires:
+    over = mesh if fsdp.between == "same" else _island(mesh)
     bf16 = precision == "bf16"
     reduce_dtype = torch.bfloat16 if fsdp.reduce_dtype == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(
@@ -68,20 +74,31 @@ def _shard(
         reshard = index < len(blocks) - kept
         fully_shard(
             block,
-            mesh=mesh,
+            mesh=over,
             mp_policy=policy,
             reshard_after_forward=reshard,
             ignored_params=ignored,
         )
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored
-    )
-    register_fsdp_forward_method(model, "loss")
-    if fsdp.prefetch:
+    modules = list(blocks)
+    if fsdp.root:
+        fully_shard(
+            model, mesh=over, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored
+        )
+        register_fsdp_forward_method(model, "loss")
+        modules.append(model)
+    if fsdp.prefetch and fsdp.root:
         depth = fsdp.prefetch
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
+    return Wires(modules, fsdp, mesh)
+
+
+def _island(mesh: DeviceMesh) -> DeviceMesh:
+    """Return this rank's island of a mesh, whose mean with the others is not FSDP2's to take."""
+    if mesh.ndim == 1:
+        raise ConfigError("fsdp2.between says what travels between copies: set replicate above 1")
+    return mesh["shard"]
 
 
 def unsharded(model: nn.Module) -> set[nn.Parameter]:
