@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import nbformat
 import processes
 import pytest
 from live_kernel import kernel
@@ -123,3 +126,28 @@ def test_nothing_outlives_its_kernel(tmp_path, way):
             assert again.displays[-1]["text/plain"] == "'stopped'"
             made.run(start("records", tmp_path, {"x": 1}))
             assert made.run("len(job.results())").displays[-1]["text/plain"] == "2"
+
+
+@pytest.mark.slow
+def test_a_notebook_with_a_run_passes_nbval_twice(tmp_path):
+    """D15: the monitor's output, which differs from run to run, does not break the notebook test."""
+    config = {"steps": 10, "pause": 0.05}
+    cells = (
+        "from wamlab.jupyter.launch import launch",
+        f"job = launch('rank_targets:train', {config}, 2, out={str(tmp_path / 'run')!r})",
+        "# NBVAL_CHECK_OUTPUT\nprint(job.result())",
+    )
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    printed = nbformat.v4.new_output("stream", name="stdout", text="{'steps': 10}\n")
+    made.cells[-1].outputs = [printed]
+    nbformat.write(made, tmp_path / "run.ipynb")
+    options = ["--nbval-lax", "--nbval-current-env", "-p", "no:cacheprovider"]
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, str(tmp_path / "run.ipynb")],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout[-2000:]

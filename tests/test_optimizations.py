@@ -33,6 +33,7 @@ PARAMETERS = {  # another value than the default for each parameter
         "replicate": 2,
         "reduce_dtype": "bf16",
     },
+    "shortcuts": {"trim_last_block": False},
     "split_adamw": {"second_moment": "fp32"},
     "prefetch": {"workers": 1, "depth": 3},
 }
@@ -130,7 +131,12 @@ def loss_after(names, batch):
         return model.loss(batch, Draws(0, 0, batch["sample_id"]))["loss"]
 
 
-@pytest.mark.parametrize("name", ["shortcuts", "compile", "batched_encoders", "prompt_cache"])
+WHOLE_LAST = {"name": "shortcuts", "trim_last_block": False}
+
+
+@pytest.mark.parametrize(
+    "name", ["shortcuts", WHOLE_LAST, "compile", "batched_encoders", "prompt_cache"]
+)
 def test_the_models_loss_stays_within_the_tolerance(name, batch, official):
     loss = loss_after([name], batch)
     (built,) = build_optimizations([name])

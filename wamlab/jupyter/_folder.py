@@ -50,7 +50,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
-    def write(self, name: str, values: dict[str, Any]) -> None:
+    def write(self, name: str, values: Any) -> None:
         """Write one of the folder's JSON files; it appears whole or not at all."""
         path = self.path / name
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")

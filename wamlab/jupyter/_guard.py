@@ -95,7 +95,7 @@ class Guard:
             return "stopped"
         for file in (self.folder.path / "ranks").glob("*.pid"):
             rank = int(file.stem)
-            if rank not in self.deaths and not psutil.pid_exists(int(file.read_text() or 0)):
+            if rank not in self.deaths and not psutil.pid_exists(int(file.read_text())):
                 self.deaths[rank] = time.time()
         failed = [r for r in self.deaths if "ok" not in (self.folder.read(f"ranks/{r}.json") or {})]
         return "failed" if failed else None
@@ -135,7 +135,7 @@ class Guard:
         exits = self.folder.read("failures.json") or {}
         found = []
         for file in (self.folder.path / "ranks").glob("*.pid"):
-            rank, pid = int(file.stem), int(file.read_text() or 0)
+            rank, pid = int(file.stem), int(file.read_text())
             report = self.folder.read(f"ranks/{rank}.json") or {}
             code = exits.get(str(rank), 0)
             when = report.get("time") or self.deaths.get(rank, time.time())

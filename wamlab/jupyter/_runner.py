@@ -49,7 +49,7 @@ def run_rank(folder: RunFolder) -> int:
     """Run the target in this rank, its output in its own log, and write its result or error."""
     rank = int(os.environ["RANK"])
     _redirect(folder.log(rank))
-    (folder.path / "ranks" / f"{rank}.pid").write_text(str(os.getpid()))
+    folder.write(f"ranks/{rank}.pid", os.getpid())
     try:
         report = {"ok": encode(_call_target(folder))}
     except BaseException as error:

@@ -212,6 +212,8 @@ def _keep(path: Path, record: Record) -> None:
     others = read_jsonl(path) if path.is_file() else []
     kept = [r for r in others if (r.get("name"), r.get("scope")) != (record.name, record.scope)]
     if len(kept) < len(others):
-        path.unlink()
-        append_jsonl(path, kept)
+        partial = path.with_name(path.name + ".partial")
+        partial.unlink(missing_ok=True)
+        append_jsonl(partial, kept)
+        partial.replace(path)
     append_jsonl(path, [record])

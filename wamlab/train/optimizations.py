@@ -82,10 +82,22 @@ class Optimization:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortcuts(Optimization):
-    """The network's exact shortcuts: what is computed twice, or for nothing, is not computed."""
+    """The network's exact shortcuts: what is computed twice, or for nothing, is not computed.
 
+    Attributes:
+        trim_last_block: False computes the last block whole, so that it shares the other blocks'
+            compiled graphs: worth it where compiling takes longer than the training.
+    """
+
+    trim_last_block: bool = True
     name, dimension, order = "shortcuts", "compute", 10
     options: ClassVar = {"shortcuts": True}
+
+    def apply_model(self, model: nn.Module) -> None:
+        """Set the shortcuts on the finished, unwrapped model."""
+        super().apply_model(model)
+        if not self.trim_last_block:
+            model.set_option("trim_last_block", False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
