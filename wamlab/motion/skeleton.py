@@ -104,17 +104,25 @@ def fk(rot: Tensor, root: Tensor, offsets: Tensor, tree: Tree) -> tuple[Tensor, 
     """
     offsets = offsets.expand(*rot.shape[:-3], len(tree), 3)
     world, place = rot[..., :1, :, :], root[..., None, :]
-    order = list(tree.levels[0])
-    for level in tree.levels[1:]:
-        above = [order.index(tree.parents[j]) for j in level]
-        here = list(level)
+    steps, back = _walk(tree, rot.device)
+    for above, here in steps:
         parent = world[..., above, :, :]
         bone = (parent @ offsets[..., here, :, None])[..., 0]
         place = torch.cat([place, place[..., above, :] + bone], -2)
         world = torch.cat([world, parent @ rot[..., here, :, :]], -3)
-        order += level
-    back = [order.index(j) for j in range(len(tree))]
     return place[..., back, :], world[..., back, :, :]
+
+
+@functools.cache
+def _walk(tree: Tree, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Return, level by level, where the parents stand among the joints done so far and which joints
+    come next; then how to put all into the tree's order."""
+    steps, order = [], list(tree.levels[0])
+    for level in tree.levels[1:]:
+        above = [order.index(tree.parents[j]) for j in level]
+        steps.append((torch.tensor(above, device=device), torch.tensor(level, device=device)))
+        order += level
+    return steps, torch.tensor([order.index(j) for j in range(len(tree))], device=device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
