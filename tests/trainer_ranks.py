@@ -28,6 +28,7 @@ CONFIG = TrainConfig(
     device="cpu",
     steps=20,
     warmup_steps=1,
+    wait_steps=0,
     global_batch=8,
     optim=OptimConfig(lr=1e-2, schedule="constant", lr_warmup=0.0),
 )

@@ -93,7 +93,9 @@ def train_runs(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _train(run: dict[str, Any]) -> dict[str, Any]:
     inside = run.pop("encoders", "outside") == "inside"
     video = run.pop("video", False)
-    settings = TrainConfig(data=None, device="cpu", optim=OptimConfig(lr=1e-3), warmup_steps=1)
+    settings = TrainConfig(
+        data=None, device="cpu", optim=OptimConfig(lr=1e-3), warmup_steps=1, wait_steps=0
+    )
     entries = tuple(run.pop("optimizations", ()))
     settings = dataclasses.replace(settings, optimizations=entries, **run)
     model = WorldActionModel(settings.model)

@@ -192,6 +192,7 @@ def launch(
     threads: int | None = None,
     monitor: bool = True,
     torchrun: Sequence[str] = (),
+    within: Sequence[str] = (),
 ) -> Job:
     """Run `target(config)` on fresh ranks under torchrun; returns at once.
 
@@ -207,6 +208,7 @@ def launch(
         monitor: show the live monitor, in a notebook.
         torchrun: options for several hosts, such as ("--nnodes=2", "--rdzv-backend=c10d",
             "--rdzv-endpoint=host:29400", "--rdzv-id=7"); they replace `--standalone`.
+        within: words in front of the command that starts the run, such as those of a made-up host.
 
     Returns:
         The handle; its `result()` waits.
@@ -222,7 +224,8 @@ def launch(
     if job["shipped"]:
         (folder.path / "code" / f"{_ship.MODULE}.py").write_text(job["shipped"])
     folder.write("job.json", job)
-    handle = Job(folder.path, _start_guard(folder, _environment(env, threads, job["nproc"])))
+    environment = _environment(env, threads, job["nproc"])
+    handle = Job(folder.path, _start_guard(folder, environment, within))
     if monitor and in_notebook():
         from wamlab.jupyter.monitor import Monitor  # needs IPython, which launch does not
 
@@ -285,8 +288,11 @@ def _environment(env: Mapping[str, str] | None, threads: int | None, nproc: int)
     return kept | dict(env or {})
 
 
-def _start_guard(folder: RunFolder, environment: dict[str, str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "wamlab.jupyter._guard", str(folder.path), str(os.getpid())]
+def _start_guard(
+    folder: RunFolder, environment: dict[str, str], within: Sequence[str]
+) -> subprocess.Popen:
+    guard = [sys.executable, "-m", "wamlab.jupyter._guard", str(folder.path), str(os.getpid())]
+    command = [*within, *guard]
     environment[MARK] = str(folder.path)
     with folder.log().open("ab") as log:
         guard = subprocess.Popen(

@@ -29,6 +29,7 @@ from wamlab.train.config import TrainConfig
 from wamlab.train.metrics import LOSSES, TRACKERS, StepLog, StepNumbers
 from wamlab.train.optim import lr_at
 from wamlab.train.optimizations import build_optimizations, build_plan, check_needs
+from wamlab.train.peers import PeerWatch
 from wamlab.train.step import TorchStep
 from wamlab.train.wait import measure_wait, worst
 
@@ -148,6 +149,7 @@ class Trainer:
             stack.callback(self.loader.close)
             if self.checkpoints:
                 stack.callback(self.checkpoints.close)
+            stack.enter_context(PeerWatch())
             stop = stack.enter_context(StopSignal())
             stack.enter_context(self._memory)
             stopped = False

@@ -130,7 +130,8 @@ class Float8Gather(_Plain, AllGather):
             if self.error is not None:
                 wanted = wanted + self.error
             self._packed = pack(wanted, "float8")
-            self.error = wanted - unpack(self._packed, "float8", wanted.numel())
+            left = wanted - unpack(self._packed, "float8", wanted.numel())
+            self.error = left.to(input_tensor.dtype)
         packed = self._packed.new_empty(group.size() * self._packed.numel())
         _all_gather(packed, self._packed, group=group)
         rows = packed.view(group.size(), -1)
