@@ -12,8 +12,8 @@ DISPLAY = {"matplotlib", "IPython", "ipywidgets"}
 # inside a package a module imports only those that stand before it
 ORDER = {
     "": "config draws hardware measure dist ffmpeg trace memory_timeline profiler",
-    "model": "stored reference fused attention plan init dit flow_matching flops frozen vae_blocks "
-    "vae vae_still text prompt_cache image latent_cache wam bench_encode weights lora sampling",
+    "model": "stored reference fused kernels_triton attention plan init dit flow_matching flops "
+    "frozen vae_blocks vae vae_still text prompt_cache image latent_cache wam bench_encode weights lora sampling",
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
     "metadata columns lerobot lerobot_write windows sampler augment cache loader check transcode "
     "toy_arm toy_render toy_env toy bench_decode bench_workers",

@@ -1,4 +1,4 @@
-"""`wamlab bench dit`: the DiT's forward and backward alone."""
+"""`wamlab bench dit`: the DiT's forward and backward alone, or one operation of its blocks."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,9 @@ import torch
 from wamlab.measure import append_jsonl
 from wamlab.model.dit import MODEL_SIZES
 from wamlab.train.bench_dit import DiTCase, measure_dit
+from wamlab.train.bench_ops import PASSES, OpCase, measure_op
+
+WAYS = ("official", "eager", "compiled", "triton")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,17 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="tiny", help=f"one of {', '.join(MODEL_SIZES)}")
     parser.add_argument("--layers", type=int, help="fewer blocks of the true width")
     parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--way", default="official", choices=("official", "eager", "compiled"))
+    parser.add_argument("--way", default="official", choices=WAYS)
+    parser.add_argument("--only", help=f"one operation, every way: {', '.join(PASSES)}")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--recompute", default="none", help="none, selective, full or every-K")
     parser.add_argument("--cuda-graph", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--trace", action="store_true", help="the record also lists the kernels")
     parser.add_argument("--out", type=Path, help="append the record to this JSONL file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure one case and print it."""
     on_gpu = torch.cuda.is_available()
+    if args.only:
+        return _run_op(args, on_gpu)
     record = measure_dit(
         DiTCase(
             name=args.way,
@@ -37,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
             recompute=args.recompute,
             cuda_graph=args.cuda_graph,
             repeats=args.repeats,
+            trace=args.trace,
             precision="bf16" if on_gpu else "fp32",
             device="cuda" if on_gpu else "cpu",
         )
@@ -50,4 +58,29 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.out:
         append_jsonl(args.out, [record])
+    return 0
+
+
+def _run_op(args: argparse.Namespace, on_gpu: bool) -> int:
+    records = measure_op(
+        OpCase(
+            op=args.only,
+            size=args.size,
+            micro_batch=args.micro_batch,
+            precision="bf16" if on_gpu else "fp32",
+            device="cuda" if on_gpu else "cpu",
+            repeats=args.repeats,
+        )
+    )
+    for record in records:
+        if record.reason:
+            print(f"{record.name:<28}skipped: {record.reason}")
+            continue
+        print(
+            f"{record.name:<28}{record.step_ms.median:9.3f} ms "
+            f"{record.extra['gb_per_s']:8.1f} GB/s, gradients off by "
+            f"{record.extra['largest_error']:.1e}"
+        )
+    if args.out:
+        append_jsonl(args.out, records)
     return 0

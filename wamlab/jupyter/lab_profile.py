@@ -18,20 +18,6 @@ from wamlab.measure import Record, measure_ms
 from wamlab.model import reference
 from wamlab.model.attention import Layout
 from wamlab.model.dit import DiTConfig
-from wamlab.train.bench_dit import FRAMES, LATENTS
-
-
-def layout_of(config: DiTConfig, size: str) -> Layout:
-    """Return the layout of one training sequence of a model size."""
-    rows, cols = LATENTS[size]
-    return Layout(
-        frames=FRAMES,
-        frame_tokens=(rows // 2) * (cols // 2),
-        frames_per_block=config.num_frame_per_block,
-        actions_per_block=config.num_action_per_block,
-        states_per_block=config.num_state_per_block,
-        window=config.window,
-    )
 
 
 def step_ops(config: DiTConfig, layout: Layout, dev: torch.device) -> dict[str, Cost]:

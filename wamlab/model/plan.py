@@ -9,6 +9,7 @@ times, D width, H heads, K head width, P = K/2 pairs, L text rows.
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -29,7 +30,8 @@ OPERATIONS: dict[str, ModuleType] = {"reference": reference, "fused": fused}
 class ModelOptions:
     """How to compute, never what: operations, attention, exact shortcuts; then reproductions.
 
-    `impl` is a key of OPERATIONS, `attention` one of attention.IMPLEMENTATIONS or "auto".
+    `impl` is a key of OPERATIONS, or "triton" for the hand-written kernels of kernels_triton;
+    `attention` is one of attention.IMPLEMENTATIONS or "auto".
     """
 
     impl: str = "fused"
@@ -47,11 +49,24 @@ class ModelOptions:
     zero_init_img_branch: bool = False  # a fresh image branch says nothing; publicly it is random
 
     def __post_init__(self) -> None:
+        if self.impl == "triton":
+            _load_triton()
         lookup(OPERATIONS, self.impl, "impl")
         if self.attention not in (names := ("auto", *attention.IMPLEMENTATIONS)):
             raise ConfigError(unknown_name(self.attention, names, "attention implementation"))
         if self.time_dtype not in (names := ("fp32", "bf16")):
             raise ConfigError(unknown_name(self.time_dtype, names, "time_dtype"))
+
+
+def _load_triton() -> None:
+    """Add the hand-written kernels to OPERATIONS; a CPU build of torch comes without triton."""
+    try:
+        OPERATIONS["triton"] = importlib.import_module("wamlab.model.kernels_triton")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "impl 'triton' needs the package triton, which CUDA builds of torch bring along: use "
+            "'fused' here"
+        ) from error
 
 
 SHORTCUTS = ("distinct_times", "joint_queries", "state_is_value", "trim_last_block", "text_padding")

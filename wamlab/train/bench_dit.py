@@ -5,6 +5,7 @@ weights, so nothing but the network is timed. Parameters and gradients are in th
 """
 
 import dataclasses
+import tempfile
 import time
 from typing import Any, Literal
 
@@ -22,8 +23,11 @@ from wamlab.measure import (
     stamp,
     synchronize,
 )
+from wamlab.model.attention import Layout
 from wamlab.model.dit import MODEL_SIZES, PUBLIC, DiTConfig, ModelOptions, WorldActionDiT
 from wamlab.model.flops import flops
+from wamlab.profiler import profile_steps
+from wamlab.trace import kernel_table, read_trace, split_steps, summarise
 from wamlab.train.optimizations import StepPlan
 from wamlab.train.wrap import wrap
 
@@ -44,7 +48,7 @@ class DiTCase:
     size: str = "tiny"
     layers: int | None = None
     micro_batch: int = 1
-    way: Literal["official", "eager", "compiled"] = "official"
+    way: Literal["official", "eager", "compiled", "triton"] = "official"  # triton: and compiled
     attention: str = "auto"
     recompute: str = "none"
     cuda_graph: bool = False
@@ -53,6 +57,7 @@ class DiTCase:
     prompt_rows: int = 100
     warmup: int = 3
     repeats: int = 10
+    trace: bool = False  # the record also says what one step runs
 
     def __post_init__(self) -> None:
         lookup(MODEL_SIZES, self.size, "model size")
@@ -64,7 +69,9 @@ def measure_dit(case: DiTCase) -> Record:
     """Build the network, warm it up, and time forward and backward together.
 
     Returns:
-        A record of scope "dit"; `first_step_s` is the first call, compilation included.
+        A record of scope "dit"; `first_step_s` is the first call, compilation included. With
+        `trace` it holds `split` (see trace.summarise) and `kernels`, the 40 most expensive with
+        how often and how many milliseconds.
     """
     torch._dynamo.reset()  # another case's graphs would count against the limit of recompiles
     dev, config = torch.device(case.device), _config(case)
@@ -78,7 +85,7 @@ def measure_dit(case: DiTCase) -> Record:
             if not p.any():
                 p.normal_(std=0.02)
     mode = "full" if case.way == "official" else case.recompute
-    plan = StepPlan(recompute=mode, compile=case.way == "compiled")
+    plan = StepPlan(recompute=mode, compile=case.way in ("compiled", "triton"))
     wrap(model, plan, None, case.precision)
     inputs = random_inputs(config, case, dev=dev, dtype=dtype)
     weights = [torch.randn_like(out, dtype=torch.float32) for out in _outputs_like(inputs)]
@@ -120,6 +127,7 @@ def measure_dit(case: DiTCase) -> Record:
                 "model_tflops_per_s": model_flops / seconds / 1e12,
                 "attention": case.attention,
                 "output_sum": loss,
+                **(_trace(run, dev) if case.trace else {}),
             },
         )
     )
@@ -133,12 +141,26 @@ def _config(case: DiTCase) -> DiTConfig:
 def _options(case: DiTCase) -> ModelOptions:
     if case.way == "official":
         return PUBLIC
-    impl = "fused" if case.way == "compiled" else "reference"
+    impl = {"eager": "reference", "compiled": "fused"}.get(case.way, case.way)
     return ModelOptions(impl=impl, attention=case.attention)
+
+
+def layout_of(size: str) -> Layout:
+    """Return the layout of one training sequence of a model size."""
+    config, (rows, cols) = MODEL_SIZES[size], LATENTS[size]
+    return Layout(
+        frames=FRAMES,
+        frame_tokens=(rows // 2) * (cols // 2),
+        frames_per_block=config.num_frame_per_block,
+        actions_per_block=config.num_action_per_block,
+        states_per_block=config.num_state_per_block,
+        window=config.window,
+    )
 
 
 def _names(case: DiTCase) -> tuple[str, ...]:
     names = {"official": (), "eager": ("shortcuts",), "compiled": ("shortcuts", "compile")}
+    names["triton"] = (*names["compiled"], "triton")
     return names[case.way] + (("cuda_graph",) if case.cuda_graph else ())
 
 
@@ -180,6 +202,13 @@ def random_inputs(
 def _outputs_like(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     height, width = (2 * (n // 2) for n in inputs["x"].shape[-2:])
     return inputs["x"][..., :height, :width], inputs["action"]
+
+
+def _trace(run: Any, dev: torch.device) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        events = read_trace(profile_steps(run, folder, dev=dev, warmup=1, active=1))
+    kernels = dict(list(kernel_table(events).items())[:40])
+    return {"split": summarise(split_steps(events)), "kernels": kernels}
 
 
 def _clearing(model: WorldActionDiT, step: Any) -> Any:
