@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: what a link costs, which mesh, what is left out, what is exposed."""
+"""Exercises of notebook 07: what a link costs, which mesh, what is left out, what a gate sends."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from wamlab.jupyter._exercise import Exercise
-from wamlab.trace import Interval, intersect, length
 from wamlab.train.topology import plan_groups
 
 
-def _exposed_ms(numel: int, ranks: int, gb_per_s: float, hidden_ms: float) -> float:
+def _wait_ms(numel: int, ranks: int, gb_per_s: float, hidden_ms: float) -> float:
     wire = 2 * (ranks - 1) / ranks * 4 * numel
     return max(0.0, wire / (gb_per_s * 1e9) * 1e3 - hidden_ms)
 
@@ -31,8 +30,8 @@ def _feedback(gradient: Tensor, error: Tensor, keep: int) -> list[Tensor]:
     return [sent, whole - sent]
 
 
-def _exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
-    return length(communication) - length(intersect(communication, compute))
+def _equal_bytes(budget: float, compressed: float) -> float:
+    return min(1.0, (1.0 - budget) / (1.0 - compressed))
 
 
 def _machines() -> list[tuple[list[list[float]], list[str]]]:
@@ -55,11 +54,11 @@ def _gradients() -> list[tuple[Tensor, Tensor, int]]:
 
 
 EXERCISES: dict[str, Exercise] = {
-    "exposed-ms": Exercise(
-        task="exposed_ms(numel, ranks, gb_per_s, hidden_ms): milliseconds that an all-reduce of "
+    "wait-ms": Exercise(
+        task="wait_ms(numel, ranks, gb_per_s, hidden_ms): milliseconds that an all-reduce of "
         "`numel` fp32 gradients keeps a rank waiting, when it sends at gb_per_s and `hidden_ms` of "
         "the transfer lie behind the backward. A ring sends 2 (ranks - 1) / ranks of the bytes.",
-        spec=_exposed_ms,
+        spec=_wait_ms,
         inputs=lambda: [
             (10**6, 2, 1.0, 0.0),
             (10**6, 2, 1.0, 3.0),
@@ -74,8 +73,8 @@ EXERCISES: dict[str, Exercise] = {
         ),
     ),
     "choose-mesh": Exercise(
-        task="choose_mesh(links, hosts): [replicate, shard] for the ranks of a machine. links[a][b] "
-        "is the bandwidth in GB/s. Shard inside islands of equal size whose slowest link is at "
+        task="choose_mesh(links, hosts): [replicate, shard] for a machine's ranks; links[a][b] is "
+        "the bandwidth in GB/s. Shard inside islands of equal size whose slowest link is at "
         "least twice as fast as the fastest link between islands; where there are none, [1, all].",
         spec=_mesh,
         inputs=_machines,
@@ -108,19 +107,16 @@ EXERCISES: dict[str, Exercise] = {
             "new_error = whole - sent: the two always add up to the whole.",
         ),
     ),
-    "exposed-time": Exercise(
-        task="exposed(communication, compute): how long a collective runs while nothing is "
-        "computed, from two lists of (start, end). Intervals of one list may overlap each other.",
-        spec=_exposed,
-        inputs=lambda: [
-            ([(0, 10)], [(4, 6)]),
-            ([(0, 10), (5, 12)], [(2, 3), (2, 4), (11, 20)]),
-            ([(0, 1), (2, 3)], [(0, 3)]),
-        ],
+    "equal-bytes": Exercise(
+        task="equal_bytes(budget, compressed): the share of buckets that a gate must compress so "
+        "that all together send `budget` of the dense bytes, when a compressed one sends "
+        "`compressed` of them (both are shares of 1). 1 where even that is too much.",
+        spec=_equal_bytes,
+        inputs=lambda: [(0.55, 0.1), (1.0, 0.1), (0.1, 0.1), (0.05, 0.1), (0.6, 0.5)],
         hints=(
-            "An instant counts once, however many intervals cover it.",
-            "All boundaries cut time into pieces; each piece is covered or not.",
-            "Add up the pieces that some communication covers and no compute does.",
+            "With a share s compressed, s * compressed + (1 - s) travels.",
+            "Solve that for s; what is sent falls from 1 to `compressed` as s rises to 1.",
+            "min(1, (1 - budget) / (1 - compressed)).",
         ),
     ),
 }
