@@ -24,6 +24,7 @@ from wamlab.train.optimizations import (
 CPU = torch.device("cpu")
 PARAMETERS = {  # another value than the default for each parameter
     "compile": {"attention": "dense"},
+    "float8": {"recipe": "rowwise"},
     "micro_batch": {"size": 4},
     "recompute": {"mode": "every-3"},
     "fsdp2": {

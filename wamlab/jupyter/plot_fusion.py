@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from wamlab.jupyter.plot import GREY, INK, style
 from wamlab.jupyter.plot_profile import GROUP_COLOURS
@@ -33,6 +34,9 @@ def plot_scaling(times: Mapping[int, float], ax: Axes | None = None) -> Axes:
                 xytext=(6, -4), textcoords="offset points", va="top", fontsize=9)  # fmt: skip
     ax.set(xscale="log", yscale="log", xlabel="KiB read", ylabel="µs a call")
     ax.set_ylim(bottom=floor / 3)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     ax.legend(loc="lower right")
     return ax
 
@@ -116,7 +120,8 @@ def plot_ways(records: Sequence[Record]) -> Axes:
         step = record.step_ms
         spread = [[step.median - step.q25], [step.q75 - step.median]]
         ax.barh(y, step.median, xerr=spread, height=0.62, color="#56b4e9", error_kw={"lw": 1})
-        text = f"{record.extra['calls']} calls, {record.extra['pairs_share']:.2f} × the pairs"
+        calls = record.extra["calls"]
+        text = f"{calls} call{'s' * (calls > 1)}, {record.extra['pairs_share']:.2f} × the pairs"
         ax.text(step.q75 + 0.01 * longest, y, f"{step.median:.3g} ms   {text}", va="center")
     ax.set_yticks(range(len(records)), [r.name for r in records])
     ax.set(ylim=(len(records) - 0.4, -0.6), xlim=(0, 1.6 * longest))

@@ -119,6 +119,19 @@ class Compile(Optimization):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8(Optimization):
+    """The blocks' large matrix products in float8, by torchao: the loss differs by rounding."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    name, dimension, order, needs = "float8", "compute", 15, ("torchao", "float8")
+    tolerance = 5e-2
+
+    def apply_model(self, model: nn.Module) -> None:
+        """Convert the linears of the model's blocks."""
+        importlib.import_module("wamlab.train.float8").convert(model.blocks(), self.recipe)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedAdamW(Optimization):
     """One optimizer kernel for all parameters, which clips and skips on the device."""
 
@@ -300,14 +313,16 @@ class Prefetch(Optimization):
 OPTIMIZATIONS: dict[str, type[Optimization]] = {
     cls.name: cls
     for cls in (
-        *(Shortcuts, Compile, FusedAdamW, CudaGraph, BatchedEncoders, PromptCache, MicroBatch),
-        *(Recompute, Fsdp2, SplitAdamW, Ddp, Torchcodec, DeviceAugment, Prefetch),
+        *(Shortcuts, Float8, Compile, FusedAdamW, CudaGraph, BatchedEncoders, PromptCache),
+        *(MicroBatch, Recompute, Fsdp2, SplitAdamW, Ddp, Torchcodec, DeviceAugment, Prefetch),
     )
 }
 
 NEEDS: dict[str, str] = {  # what an entry may need -> the cure where it is missing
     "compiler": "g++ (Debian, Ubuntu: `apt-get install g++`; on a GPU also gcc)",
     "cuda": "a CUDA GPU",
+    "float8": "a CUDA GPU with float8 (Ada, Hopper or newer)",
+    "torchao": "torchao (`pip install torchao`)",
     "torchcodec": "torchcodec (`pip install torchcodec`)",
 }
 
@@ -360,7 +375,8 @@ def check_needs(optimizations: Sequence[Optimization], device: torch.device) -> 
     found = {
         "compiler": shutil.which(os.environ.get("CXX", "g++")) is not None,
         "cuda": device.type == "cuda",
-        "torchcodec": importlib.util.find_spec("torchcodec") is not None,
+        "float8": device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9),
+        **{p: importlib.util.find_spec(p) is not None for p in ("torchcodec", "torchao")},
     }
     for optimization in optimizations:
         for need in optimization.needs:

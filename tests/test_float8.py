@@ -1,0 +1,49 @@
+"""float8 through torchao, emulated on a CPU: which linears, and how far the loss moves."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from wamlab.draws import Draws
+from wamlab.model.wam import WAMConfig, WorldActionModel
+from wamlab.train.float8 import LARGE, convert
+from wamlab.train.optimizations import MissingNeedError, build_optimizations, check_needs
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+
+
+def test_it_says_what_it_needs():
+    missing = "a CUDA GPU with float8" if HAS_TORCHAO else "torchao"
+    with pytest.raises(MissingNeedError, match=f"float8 needs {missing}"):
+        check_needs(build_optimizations(["float8"]), torch.device("cpu"))
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_only_the_large_linears_change_and_the_loss_stays_near(recipe):
+    torch.set_num_threads(1)
+    draws = Draws(5, 0, torch.arange(2))
+    model = WorldActionModel(WAMConfig(layers=2, target_hw=(32, 64)))
+    batch = model.encode(
+        {
+            "video": draws.integers("video", 256, (33, 32, 64, 3)).to(torch.uint8),
+            "state": draws.normal("state", (4, 64)),
+            "action": draws.uniform("action", (96, 32)) * 2 - 1,
+            "action_mask": torch.ones(2, 96, 32, dtype=torch.bool),
+            "has_real_action": torch.ones(2, dtype=torch.bool),
+            "prompt": ["pick", "open"],
+            "sample_id": torch.arange(2),
+        }
+    )
+    names = [name for name, _ in model.named_parameters()]
+    before = model.loss(batch, draws)["loss"]
+    convert(model.blocks(), recipe, emulate=True)
+    for block in model.blocks():
+        found = {n for n, m in block.named_modules() if type(m).__name__ == "Float8Linear"}
+        assert found == set(LARGE)
+    assert [name for name, _ in model.named_parameters()] == names
+    after = model.loss(batch, draws)["loss"]
+    after.backward()
+    assert 0 < abs(after - before) / before < 5e-2
+    assert all(p.grad.isfinite().all() for p in model.blocks()[0].parameters())
