@@ -16,12 +16,12 @@ ORDER = {
     "frozen vae_blocks vae vae_still text prompt_cache image latent_cache wam bench_encode weights lora sampling",
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
     "metadata columns lerobot lerobot_write windows sampler augment cache loader check transcode "
-    "toy_arm toy_render toy_env toy bench_decode bench_workers",
+    "toy_arm toy_render toy_env toy_play corpus toy bench_decode bench_workers",
     "motion": "skeleton bvh streams segments features dynamics augment synthetic windows "
     "model claims",
     "train": "optim optimizations topology communication compression wire wait memory checkpoint "
     "metrics config trainer profile deepspeed",
-    "evaluate": "wire policy closed_loop server libero",
+    "evaluate": "wire worlds policy closed_loop toy_corpus load open_loop film server libero",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

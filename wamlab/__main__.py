@@ -22,6 +22,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "encode-prompts": ("encode_prompts", "encode each distinct prompt of a data set once"),
     "encode-latents": ("encode_latents", "encode each un-augmented sample of a data set once"),
     "train-vae": ("train_vae", "train the tiny VAE on a data set's videos"),
+    "evaluate": ("evaluate", "let a trained model act: success in closed loop, error in open loop"),
+    "converge": ("converge", "the same learning in less time: official against optimised, to 80 %"),
+    "serve": ("serve", "answer evaluation clients with a trained policy, over a WebSocket"),
     "lab": ("lab", "open JupyterLab on the notebooks"),
     "course": ("course", "write the notebooks with their outputs as pages"),
 }

@@ -228,6 +228,18 @@ EMBODIMENTS: dict[str, Embodiment] = {
             state=_joints("observation.state", (0, 7), (7, 8)),
             action=_joints("action", (0, 7), (7, 8), relative=True),
         ),
+        Embodiment(  # the same robot in a grid of 64x128, which "tiny" reads without a resize
+            name="toy-small",
+            id=0,
+            fps=15,
+            horizon=24,
+            views=_DROID_VIEWS,
+            view_hw=(32, 64),
+            layout="droid",
+            views_text=_DROID_TEXT,
+            state=_joints("observation.state", (0, 7), (7, 8)),
+            action=_joints("action", (0, 7), (7, 8), relative=True),
+        ),
         Embodiment(
             name="so101",
             id=0,

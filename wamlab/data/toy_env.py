@@ -216,12 +216,15 @@ def _fixed_cameras(rig: str) -> dict[str, Camera]:
 
 
 class Expert:
-    """The scripted solution: a policy of the world's true state that also recovers from a push."""
+    """The scripted solution: a policy of the world's true state that also recovers from a push.
 
-    SPEED_M = 0.014  # the tool's target runs at most this far ahead of it
+    Args:
+        world: what it acts in, and sees all of.
+        speed_m: the tool's target runs at most so many metres ahead of it.
+    """
 
-    def __init__(self, world: ToyWorld) -> None:
-        self.world = world
+    def __init__(self, world: ToyWorld, *, speed_m: float = 0.014) -> None:
+        self.world, self.speed_m = world, speed_m
         self.phase = 0
 
     @property
@@ -237,12 +240,14 @@ class Expert:
         goal, grip = self._goal()
         gap = goal - world.tool
         arrived = float(np.linalg.norm(gap)) < (0.008 if self.phase in (1, 5) else 0.02)
+        # an object that was grasped off its middle stays beside the tool, however high
+        arrived |= self.phase == 3 and abs(float(gap[2])) < 0.004
         if self._finished(arrived):
             self.phase += 1
             goal, grip = self._goal()
             gap = goal - world.tool
         reach = max(float(np.linalg.norm(gap)), 1e-9)
-        target = world.tool + gap * min(1.0, self.SPEED_M / reach)
+        target = world.tool + gap * min(1.0, self.speed_m / reach)
         joints = inverse(target, GRIPPER_YAW, swivel_of(target))
         return np.array([*joints, grip], np.float32)
 

@@ -43,9 +43,11 @@ class Policy(abc.ABC):
 
     Attributes:
         embodiment: the robot it acts for.
+        remembers: whether it makes use of the frames since its last chunk.
     """
 
     embodiment: Embodiment
+    remembers: bool = False
 
     @property
     def horizon(self) -> int:
@@ -112,7 +114,7 @@ class ModelPolicy(Policy):
         self, model: WorldActionModel, codec: Codec, config: PolicyConfig = PolicyConfig()
     ) -> None:
         self.model, self.codec, self.config = model, codec, config
-        self.embodiment = codec.embodiment
+        self.embodiment, self.remembers = codec.embodiment, config.context_chunks != 1
         actions = model.dit.config.num_action_per_block
         if actions != self.horizon:
             raise ConfigError(
@@ -132,7 +134,7 @@ class ModelPolicy(Policy):
         """Forget what was seen."""
         self.sampler = Sampler(self.model.dit, self.config.sampling)
         self.chunk: Chunk | None = None  # the last one sampled, with the imagined latents
-        self.first_latent: Tensor | None = None  # [B, C, 1, Y, X], of the context
+        self.seen: list[Tensor] = []  # latents [B, C, F, Y, X] of the context's real frames
         self._prompts: list[str] | None = None
         self._chunks = 0
 
@@ -145,9 +147,10 @@ class ModelPolicy(Policy):
         """Return a chunk of actions float32 [H, E] for each robot of a batch; see `Policy`."""
         prompts = [self.embodiment.prompt_text(str(o["prompt"])) for o in observations]
         state_BS = np.stack([self._state(o) for o in observations])
-        clip = self._clip(observations)  # [B, T, H, W, 3]
+        clip = self.clip(observations)  # [B, T, H, W, 3]
         if self._goes_on(clip.shape[1], prompts):
-            self.sampler.observe(self._observed(clip))
+            self.seen.append(self._observed(clip))
+            self.sampler.observe(self.seen[-1])
         else:
             self._start(clip[:, -1:], prompts)
         state = torch.from_numpy(self.codec.encode_state(state_BS)).to(self.device)
@@ -171,7 +174,7 @@ class ModelPolicy(Policy):
         if self.config.sampling.guidance != 1.0:
             first = {"latents": found["latents"][:1], "prompt": [self.config.negative_prompt]}
             unwanted = self.model.encode(first)
-        self.first_latent = found["latents"][:, :, :1]
+        self.seen = [found["latents"][:, :, :1]]
         conditioning = Conditioning(
             context=found["prompt_embedding"],
             clip_feature=found["clip_feature"],
@@ -180,7 +183,7 @@ class ModelPolicy(Policy):
             context_length=found["prompt_length"],
             negative_length=unwanted.get("prompt_length"),
         )
-        self.sampler.start(self.first_latent, conditioning)
+        self.sampler.start(self.seen[0], conditioning)
         self._prompts, self._chunks = prompts, 0
 
     def _observed(self, clip: Tensor) -> Tensor:
@@ -199,7 +202,7 @@ class ModelPolicy(Policy):
             )
         return state
 
-    def _clip(self, observations: Sequence[Observation]) -> Tensor:
+    def clip(self, observations: Sequence[Observation]) -> Tensor:
         """Return the frames as the model's grid, uint8 [B, T, H, W, 3], on its device."""
         robots = [
             [_frames(o["views"], name) for name in self.embodiment.views] for o in observations

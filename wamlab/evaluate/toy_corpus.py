@@ -1,0 +1,131 @@
+"""A corpus of the toy world: the expert plays, frames are drawn and encoded, nothing is decoded."""
+
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from wamlab.config import to_dict
+from wamlab.data.augment import Augment
+from wamlab.data.codec import Codec
+from wamlab.data.corpus import Corpus
+from wamlab.data.embodiment import FRAMES_PER_BLOCK, Embodiment
+from wamlab.data.normalize import Statistics, relative_rows
+from wamlab.data.toy_play import Play, ToyPlayConfig, play
+from wamlab.draws import Draws
+from wamlab.model.wam import WorldActionModel
+
+
+def make_corpus(
+    model: WorldActionModel,
+    config: ToyPlayConfig,
+    *,
+    codec: Codec | None = None,
+    workers: int = 1,
+    batch: int = 16,
+) -> Corpus:
+    """Play, draw and encode.
+
+    Args:
+        model: whose encoders are used.
+        config: what to play.
+        codec: another corpus's statistics, for data that is held out; None takes this one's own.
+        workers: processes that play and draw.
+        batch: samples encoded at once.
+    """
+    robot = config.robot
+    parts, plays = [], []
+    grid = Augment(robot, impl="pieces")
+    for played in tqdm(_plays(config, workers), total=config.episodes, desc="toy", disable=None):
+        frames = _grid(grid, played.views)
+        starts = _starts(played, robot, config.every)
+        parts.append(_encode(model, frames, starts, (robot, batch)))
+        plays.append((replace(played, views=np.empty(0)), starts))
+    codec = codec or _codec(robot, [p for p, _ in plays])
+    prompts = tuple(dict.fromkeys(robot.prompt_text(p.task) for p, _ in plays))
+    tensors = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
+    tensors |= _numbers(codec, plays, prompts)
+    return Corpus(
+        tensors, prompts, codec, {"made_by": to_dict(config), "encoders": model_name(model)}
+    )
+
+
+def model_name(model: WorldActionModel) -> dict[str, str]:
+    """Return what a corpus must share with the model that is trained on it."""
+    config = model.config
+    sizes = config.encoders
+    return {
+        "vae": f"{sizes.vae} {config.vae_weights or 'random'}",
+        "image": f"{sizes.image} {config.image_weights or 'random'}",
+        "target_hw": str(sizes.target_hw),
+    }
+
+
+def _plays(config: ToyPlayConfig, workers: int) -> Iterator[Play]:
+    seeds: Iterable[int] = range(config.seed, config.seed + config.episodes)
+    one = partial(play, config=config)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers) if workers > 1 else nullcontext() as pool:
+        yield from pool.imap(one, seeds, chunksize=2) if pool else map(one, seeds)
+
+
+def _grid(augment: Augment, views_VTHW3: np.ndarray) -> Tensor:
+    """Return an episode's frames as the model's grid, uint8 [T, H, W, 3]."""
+    views = torch.from_numpy(views_VTHW3).movedim(-1, 2)[None]
+    return augment(views, Draws(0, 0, torch.zeros(1, dtype=torch.int64)), train=False)[0]
+
+
+def _starts(played: Play, robot: Embodiment, every: int) -> np.ndarray:
+    return np.arange(0, len(played.states) - robot.blocks * robot.horizon, every)
+
+
+@torch.no_grad()
+def _encode(
+    model: WorldActionModel, frames: Tensor, starts: np.ndarray, how: tuple[Embodiment, int]
+) -> dict[str, Tensor]:
+    robot, batch = how
+    step = robot.horizon // FRAMES_PER_BLOCK
+    where = torch.from_numpy(starts // step)[:, None] + torch.arange(robot.frames)
+    device = next(model.vae.parameters()).device
+    found = [model.encode_video(frames[rows].to(device)) for rows in where.split(batch)]
+    half = {"latents": torch.float16, "clip_feature": torch.bfloat16}
+    return {n: torch.cat([f[n].to("cpu", half.get(n)) for f in found]) for n in found[0]}
+
+
+def _numbers(
+    codec: Codec, plays: list[tuple[Play, np.ndarray]], prompts: tuple[str, ...]
+) -> dict[str, Tensor]:
+    robot = codec.embodiment
+    states, actions, episode, prompt = [], [], [], []
+    blocks, steps = np.arange(robot.blocks) * robot.horizon, np.arange(robot.horizon)
+    for number, (played, starts) in enumerate(plays):
+        for start in starts:
+            anchors = start + blocks
+            states.append(codec.encode_state(played.states[anchors]))
+            blocks_KHA = played.actions[anchors[:, None] + steps]
+            actions.append(codec.encode_action(blocks_KHA, played.states[anchors]))
+        episode += [number] * len(starts)
+        prompt += [prompts.index(robot.prompt_text(played.task))] * len(starts)
+    return {
+        "state": torch.from_numpy(np.stack(states)),
+        "action": torch.from_numpy(np.stack(actions)),
+        "episode": torch.tensor(episode),
+        "prompt": torch.tensor(prompt),
+    }
+
+
+def _codec(robot: Embodiment, plays: list[Play]) -> Codec:
+    states = np.concatenate([p.states for p in plays])
+    actions = np.concatenate([p.actions for p in plays])
+    relative = [relative_rows(p.actions[:, :7], p.states[:, :7], robot.horizon) for p in plays]
+    return Codec(
+        robot,
+        (Statistics.of(states[:, :7]), Statistics.of(states[:, 7:])),
+        (Statistics.of(np.concatenate(relative)), Statistics.of(actions[:, 7:])),
+    )
