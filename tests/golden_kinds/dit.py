@@ -47,18 +47,21 @@ class Run:
 
 
 def runs(golden: Golden) -> list:
-    """All ways eagerly; compiled and with recompute for one golden of a kind, else marked slow."""
+    """All ways eagerly; compiled and with recompute for one golden of a kind, else marked slow.
+
+    Inductor takes up to a minute a case: one forward golden goes through it in every way, the
+    others through the same graphs, partitions and recompute without its code generation.
+    """
     small = smallest_of_kind(golden)
     cases = [(name, Run(options), False) for name, options in WAYS.items()]
     for recompute in RECOMPUTE:
         cases.append((f"{recompute}-recompute", Run(ModelOptions(), recompute), not small))
     untrimmed = ModelOptions(attention="prefix", trim_last_block=False)  # one graph for all blocks
-    # Inductor takes half a minute a block; where the forward is tried with it, the loss need not be
-    compiler = "inductor" if golden.sidecar["kind"] == "forward_train" else "aot_eager"
+    compiler = "inductor" if small and golden.sidecar["kind"] == "forward_train" else "aot_eager"
     cases.append(("compiled", Run(untrimmed, "selective", compiler), not small))
     for recompute in ("none", *RECOMPUTE):
         for name, options in WAYS.items():
-            run = Run(options, recompute, "inductor")
+            run = Run(options, recompute, compiler)
             cases.append((f"{name}-{recompute}-compiled", run, True))
     return cases
 
@@ -82,6 +85,8 @@ def build(golden: Golden, weights: Golden, run: Run) -> WorldActionDiT:
     # without a window the public clean stream is causal token by token
     dit = WorldActionDiT(config, replace(run.options, clean_token_causal=config.window < 0))
     dit.load_state_dict(weights.tensors("state/"))
+    if run.compiler:
+        torch.compiler.reset()  # the limit of graphs is one case's, not all cases' together
     for block in dit.blocks():
         block.recompute = run.recompute
         if run.compiler:

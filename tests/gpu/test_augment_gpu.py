@@ -16,6 +16,11 @@ pytestmark = pytest.mark.gpu
 SAMPLES = Path(__file__).resolve().parents[2] / "data_samples"
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()  # one process meets more robots here than Dynamo compiles graphs
+
+
 def views(robot, batch: int, frames: int, size: tuple[int, int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     shape = (batch, len(robot.views), frames, 3, *size)
