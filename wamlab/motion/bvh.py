@@ -22,6 +22,7 @@ from wamlab.motion.skeleton import CANONICAL, Clip, Tree, canonical_joints
 # joints that tell a source -> metres a unit, the axis that points up
 SOURCES: dict[str, tuple[tuple[str, ...], float, str]] = {
     "CMU": (("LHipJoint", "RHipJoint", "LThumb", "RThumb"), 0.056444, "+y"),
+    "wamlab": (CANONICAL, 0.01, "+z"),  # what `write_bvh` makes of a canonical clip
 }
 UNITS: dict[str, float] = {"m": 1.0, "inch": 0.0254, "cm": 0.01, "CMU": 0.056444, "mm": 0.001}
 STANDING_M = (1.0, 2.2)  # heights of people; no two units share a number of units
