@@ -13,11 +13,12 @@ DISPLAY = {"matplotlib", "IPython", "ipywidgets"}
 ORDER = {
     "": "config draws hardware measure dist ffmpeg trace memory_timeline profiler",
     "model": "stored reference fused kernels_triton attention plan init dit flow_matching flops "
-    "frozen vae_blocks vae vae_still text prompt_cache image latent_cache wam bench_encode weights lora sampling",
+    "frozen vae_blocks vae vae_still text prompt_cache image latent_cache wam "
+    "bench_encode weights lora sampling",
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
-    "metadata columns lerobot lerobot_write windows sampler augment cache eviction loader check transcode "
-    "toy_arm toy_render toy_env toy_play corpus toy bench_decode bench_workers",
-    "motion": "skeleton bvh streams segments features dynamics augment synthetic windows "
+    "metadata columns lerobot lerobot_write windows sampler augment cache eviction loader check "
+    "transcode toy_arm toy_render toy_env toy_play corpus toy bench_decode bench_workers",
+    "motion": "skeleton bvh segments streams features dynamics augment synthetic windows "
     "model claims",
     "train": "optim optimizations topology communication compression wire wait memory checkpoint "
     "metrics config trainer profile deepspeed",
