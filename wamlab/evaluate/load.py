@@ -10,6 +10,7 @@ come from RUN/acting.json or, without one, from the defaults and the data set th
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -191,4 +192,6 @@ def load_checkpoint(path: Path, model: nn.Module) -> None:
             )
     if not wanted:
         raise CheckpointError(f"{path} holds no parameter of a model")
-    dcp.load({name: own[name] for name in wanted}, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+        dcp.load({name: own[name] for name in wanted}, checkpoint_id=path, no_dist=True)
