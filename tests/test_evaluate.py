@@ -9,8 +9,8 @@ import torch
 from conftest import ROOT
 
 from wamlab.__main__ import main
-from wamlab.cli.converge import ConvergeConfig, converge
-from wamlab.config import ConfigError, save_json, to_dict
+from wamlab.cli.converge import RECIPES, ConvergeConfig, converge
+from wamlab.config import ConfigError, load_json, save_json, to_dict
 from wamlab.data.corpus import Corpus, CorpusLoader
 from wamlab.data.loader import DataConfig
 from wamlab.data.metadata import DatasetError
@@ -194,6 +194,8 @@ def test_a_corpus_that_cannot_be_used_is_refused(corpus, tmp_path):
 
 
 def test_the_recipes_are_whole():
-    recipes = ROOT / "wamlab/train/recipes"
-    for path in recipes.glob("converge-*.json"):
-        assert json.loads(path.read_text())["name"] == path.stem
+    assert {p.stem for p in RECIPES.glob("*.json")} >= {"toy-cpu", "toy-gpu"}
+    for path in RECIPES.glob("*.json"):
+        config = load_json(ConvergeConfig, path)
+        assert config.name == path.stem
+        assert path.read_text() == json.dumps(to_dict(config), indent=2) + "\n"

@@ -41,7 +41,7 @@ from wamlab.train.trainer import Trainer
 
 GOAL = 0.8  # the success rate whose time is the headline
 LOOK_SEED, LAST_SEED = 1_000_000, 2_000_000  # tables of the looks, and of the final evaluation
-RECIPES = Path(__file__).resolve().parents[1] / "train" / "recipes"
+RECIPES = Path(__file__).resolve().parents[1] / "evaluate" / "recipes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class ConvergeConfig:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab converge`."""
-    known = ", ".join(sorted(p.stem for p in RECIPES.glob("converge-*.json")))
+    known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.json")))
     parser.add_argument("run", help=f"a ConvergeConfig as JSON, or one of {known}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(

@@ -13,6 +13,7 @@ import torch
 from wamlab.config import unknown_name
 from wamlab.jupyter import (
     exercises_bring_your_own,
+    exercises_closed_loop,
     exercises_communication,
     exercises_end_to_end,
     exercises_fusion,
@@ -26,6 +27,7 @@ from wamlab.jupyter._exercise import Exercise
 
 EXERCISES: dict[str, Exercise] = {
     **exercises_bring_your_own.EXERCISES,
+    **exercises_closed_loop.EXERCISES,
     **exercises_communication.EXERCISES,
     **exercises_end_to_end.EXERCISES,
     **exercises_fusion.EXERCISES,
