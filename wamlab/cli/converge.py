@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import shutil
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from wamlab.config import ConfigError, config_hash, load_json, replace, save_json, to_dict
+from wamlab.config import (
+    ConfigError,
+    config_hash,
+    from_dict,
+    load_json,
+    replace,
+    save_json,
+    to_dict,
+)
 from wamlab.data.corpus import Corpus, CorpusLoader
 from wamlab.data.toy_play import ToyPlayConfig
 from wamlab.dist import device as pick_device
@@ -137,6 +146,17 @@ def converge(config: ConvergeConfig, *, seed: int, which: str, out: Path) -> Rec
     return record
 
 
+def target(values: Mapping[str, Any]) -> Record:
+    """Run `converge` as the target of `launch`.
+
+    Args:
+        values: `config` as JSON, `seed`, `which`, `out`.
+    """
+    config = from_dict(ConvergeConfig, values["config"])
+    out = Path(values["out"])
+    return converge(config, seed=values["seed"], which=values["which"], out=out)
+
+
 def _kept(out: Path, key: str) -> Record | None:
     if not (out / "records.jsonl").is_file():
         return None
@@ -148,7 +168,7 @@ def open_corpus(config: ConvergeConfig, device: torch.device, out: Path) -> Corp
     """Return the training data, made on the first use; every seed trains on the same."""
     with device:
         model = WorldActionModel(config.train.model, dit_device="meta")
-    for option in ("batched_encoders", "skip_unused_y", "compile_encoders"):
+    for option in ("batched_encoders", "skip_unused_y"):
         model.set_option(option, True)
     made_from = {"play": to_dict(config.play), "encoders": latent_meta(model.config)}
     folder = out / f"corpus_{config_hash(made_from)}"

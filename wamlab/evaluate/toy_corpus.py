@@ -41,9 +41,9 @@ def make_corpus(
     """
     robot = config.robot
     parts, plays = [], []
-    grid = Augment(robot, impl="pieces")
+    grid, device = Augment(robot, impl="pieces"), next(model.vae.parameters()).device
     for played in tqdm(_plays(config, workers), total=config.episodes, desc="toy", disable=None):
-        frames = _grid(grid, played.views)
+        frames = _grid(grid, torch.from_numpy(played.views).to(device))
         starts = _starts(played, robot, config.every)
         parts.append(_encode(model, frames, starts, (robot, batch)))
         plays.append((replace(played, views=np.empty(0)), starts))
@@ -75,10 +75,10 @@ def _plays(config: ToyPlayConfig, workers: int) -> Iterator[Play]:
         yield from pool.imap(one, seeds, chunksize=2) if pool else map(one, seeds)
 
 
-def _grid(augment: Augment, views_VTHW3: np.ndarray) -> Tensor:
+def _grid(augment: Augment, views_VTHW3: Tensor) -> Tensor:
     """Return an episode's frames as the model's grid, uint8 [T, H, W, 3]."""
-    views = torch.from_numpy(views_VTHW3).movedim(-1, 2)[None]
-    return augment(views, Draws(0, 0, torch.zeros(1, dtype=torch.int64)), train=False)[0]
+    ids = torch.zeros(1, dtype=torch.int64, device=views_VTHW3.device)
+    return augment(views_VTHW3.movedim(-1, 2)[None], Draws(0, 0, ids), train=False)[0]
 
 
 def _starts(played: Play, robot: Embodiment, every: int) -> np.ndarray:
@@ -92,8 +92,7 @@ def _encode(
     robot, batch = how
     step = robot.horizon // FRAMES_PER_BLOCK
     where = torch.from_numpy(starts // step)[:, None] + torch.arange(robot.frames)
-    device = next(model.vae.parameters()).device
-    found = [model.encode_video(frames[rows].to(device)) for rows in where.split(batch)]
+    found = [model.encode_video(frames[rows]) for rows in where.to(frames.device).split(batch)]
     half = {"latents": torch.float16, "clip_feature": torch.bfloat16}
     return {n: torch.cat([f[n].to("cpu", half.get(n)) for f in found]) for n in found[0]}
 
