@@ -110,6 +110,15 @@ def test_a_set_dialect_holds_whatever_is_asked(dialect):
             assert isinstance(ask(socket, message), dict) == (dialect == "openpi")
 
 
+def test_no_more_of_a_chunk_is_sent_than_is_to_be_carried_out():
+    with (
+        serving(PolicyServer(Counter(), execute=8, config=ServerConfig(port=0))) as port,
+        connect(f"ws://127.0.0.1:{port}", compression=None) as socket,
+    ):
+        socket.recv()
+        assert ask(socket, request())["actions"].shape == (8, 8)
+
+
 def test_each_session_remembers_for_itself(client):
     def count(**more):
         return ask(client, request(**more))["actions"][0, 0]

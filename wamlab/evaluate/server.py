@@ -68,6 +68,7 @@ class PolicyServer:
 
     Args:
         policy: acts for its embodiment; each session has a fork of its own.
+        execute: steps of a chunk that are sent, and so carried out; None: all of them.
         image_hw: the pixels (height, width) that a client should send, or None for any.
         config: how to serve.
     """
@@ -76,10 +77,11 @@ class PolicyServer:
         self,
         policy: Policy,
         *,
+        execute: int | None = None,
         image_hw: tuple[int, int] | None = None,
         config: ServerConfig = ServerConfig(),
     ) -> None:
-        self.policy, self.config = policy, config
+        self.policy, self.execute, self.config = policy, execute, config
         self.metadata = metadata(policy.embodiment, image_hw)
         self._sessions: OrderedDict[Any, Policy] = OrderedDict()
         self._turn = asyncio.Lock()
@@ -135,7 +137,7 @@ class PolicyServer:
                 self._sessions[key].reset()
             return "reset"
         observation = read_observation(request, self.policy.embodiment)
-        actions = np.asarray(self._session(key).infer(observation), np.float32)
+        actions = self._session(key).infer(observation)[: self.execute]
         arena = self.config.dialect == "roboarena"
         if arena or (self.config.dialect == "auto" and "endpoint" in request):
             return packb(actions)
