@@ -7,6 +7,9 @@ import torch
 from conftest import ROOT
 
 from wamlab.cli import encode_latents
+from wamlab.config import ConfigError
+from wamlab.data.data_config import DataConfig
+from wamlab.data.loader import Loader
 from wamlab.draws import Draws
 from wamlab.model.latent_cache import Kind, LatentCache, LatentCacheError
 from wamlab.model.wam import WAMConfig, WorldActionModel, latent_meta
@@ -90,6 +93,8 @@ def test_a_model_reads_what_is_kept_and_fills_up_the_rest(tmp_path):
         del batch["video"]
         again = model.loss(batch, Draws(0, 0, batch["sample_id"]))
     torch.testing.assert_close(again, first)
+    with pytest.raises(LatentCacheError, match=r"lacks some of the samples \[7\]"):
+        model.encode({"prompt": ["a"], "sample_id": torch.tensor([7])})
     with pytest.raises(LatentCacheError, match="made with another vae"):
         WorldActionModel(dataclasses.replace(config, seed=1))
 
@@ -111,3 +116,24 @@ def test_the_command_encodes_what_is_missing(tmp_path, monkeypatch, capsys):
     assert encode_latents.run(args) == 0
     assert calls == [[0, 0], [3, 3]]  # the shapes, and what was missing
     assert cache.has(torch.tensor([3]))
+
+
+def test_a_run_on_cached_latents_opens_no_video(tmp_path, monkeypatch):
+    root = str(ROOT / "data_samples" / "droid_mini")
+    config = WAMConfig(layers=1, latent_cache=str(tmp_path))
+    kinds = {
+        "latents": Kind(shape=(48, 9, 5, 10), dtype=torch.float32),
+        "clip_feature": Kind(shape=(257, 64), dtype=torch.float32),
+    }
+    cache = LatentCache.create(tmp_path, latent_meta(config), kinds, samples=827, max_gib=1)
+    every = torch.arange(cache.rows)
+    rows = {n: torch.zeros(len(every), *k.shape, dtype=k.dtype) for n, k in kinds.items()}
+    cache.put(every, rows)
+    data = DataConfig(root=root, train=False, videos=False)
+    monkeypatch.setattr("wamlab.data.windows.WindowDataset._views", None)
+    batch = next(Loader(data, global_batch=2, micro_batch=2, seed=0))
+    assert "video" not in batch
+    encoded = WorldActionModel(config).encode(batch)
+    assert encoded["latents"].shape == (2, 48, 9, 5, 10)
+    with pytest.raises(ConfigError, match=r"videos=False needs train=False"):
+        DataConfig(root=root, videos=False)

@@ -58,6 +58,7 @@ class DataConfig:
         prefetch: batches assembled ahead by a thread, the next one already on the device; 0 none.
         start_method: how workers start. "fork" is quick, but unsafe beside threads and CUDA.
         train: random crops, jitter and paraphrases; else centre crops and the first wording.
+        videos: False leaves the videos unread, for a model with a full latent cache.
     """
 
     root: str = "data_samples/droid_mini"
@@ -75,6 +76,7 @@ class DataConfig:
     prefetch: int = 0
     start_method: Literal["forkserver", "spawn", "fork"] = "forkserver"
     train: bool = True
+    videos: bool = True
 
     def __post_init__(self) -> None:
         lookup(DECODERS, self.decoder, "decoder")
@@ -87,6 +89,10 @@ class DataConfig:
         for name, low in (least | {"decoder_threads": 1, "view_threads": 1}).items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be {low} or more, got {getattr(self, name)}")
+        if self.train and not self.videos:
+            raise ConfigError(
+                "videos=False needs train=False: what a latent cache keeps was not augmented"
+            )
         if self.decoder in GPU_DECODERS and (self.workers or self.augment == "cpu"):
             raise ConfigError(
                 f"decoder {self.decoder!r} leaves its frames on the GPU: it takes workers=0 and "

@@ -59,8 +59,8 @@ class _Reader:
         if self.config.train:
             draws = Draws(self.seed, step, torch.tensor(ids))
             words = draws.integers("data.paraphrase", 2**20, (1,))[:, 0].tolist()
-        samples = self.data.samples(ids, paraphrases=words)
-        if self.config.augment == "cpu":
+        samples = self.data.samples(ids, paraphrases=words, videos=self.config.videos)
+        if self.config.augment == "cpu" and self.config.videos:
             for i, sample in zip(ids, samples):
                 draws = Draws(self.seed, step, torch.tensor([i]))
                 views, robot = sample.pop("views"), embodiment_of(self.data)
@@ -245,7 +245,7 @@ class _Staged:
     def take(self) -> dict[str, Any]:
         """Return the batch, ready for what the current stream does next."""
         if self.event is not None:
-            stream = torch.cuda.current_stream(self.batch["video"].device)
+            stream = torch.cuda.current_stream(self.batch["sample_id"].device)
             stream.wait_event(self.event)
             for value in self.batch.values():
                 if isinstance(value, Tensor):
@@ -256,8 +256,8 @@ class _Staged:
 class Loader:
     """An endless iterator over this rank's micro-batches, already on the device.
 
-    A batch is a dict: `video` uint8 [B, T, H, W, 3], `state` f32 [B, K, 64], `action` f32
-    [B, K*H, 32], their masks, `has_real_action` bool [B], `prompt` list of str, `sample_id` and
+    A batch is a dict: `video` uint8 [B, T, H, W, 3] (if videos are read), `state` f32
+    [B, K, 64], `action` f32 [B, K*H, 32], their masks, `has_real_action` bool [B], `prompt` list of str, `sample_id` and
     `embodiment_id` int64 [B]. `wait_s` adds up the seconds that `next` took.
 
     Args:

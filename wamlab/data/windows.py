@@ -233,19 +233,26 @@ class WindowDataset:
         }
 
     def samples(
-        self, indices: Sequence[int], *, paraphrases: Sequence[int] | None = None
+        self,
+        indices: Sequence[int],
+        *,
+        paraphrases: Sequence[int] | None = None,
+        videos: bool = True,
     ) -> list[dict[str, Any]]:
         """Return several samples, each frame of an episode decoded once however many share it.
 
         Args:
             indices: as in `sample`, in any order.
             paraphrases: as in `sample`, one each.
+            videos: False leaves out `views` and opens no video.
         """
         paraphrases = paraphrases if paraphrases is not None else [0] * len(indices)
         places = [self.index.locate(i) for i in indices]
         found: list[dict[str, Any]] = [
             self._numbers(i, p, place) for i, p, place in zip(indices, paraphrases, places)
         ]
+        if not videos:
+            return found
         offsets = np.array(self.embodiment.frame_offsets())
         for episode in dict.fromkeys(place[0] for place in places):
             members = [n for n, place in enumerate(places) if place[0] == episode]
@@ -360,7 +367,11 @@ class Mixture:
         return self.samples([index])[0]
 
     def samples(
-        self, indices: Sequence[int], *, paraphrases: Sequence[int] | None = None
+        self,
+        indices: Sequence[int],
+        *,
+        paraphrases: Sequence[int] | None = None,
+        videos: bool = True,
     ) -> list[dict[str, Any]]:
         """Return several samples, see `WindowDataset.samples`."""
         paraphrases = list(paraphrases) if paraphrases is not None else [0] * len(indices)
@@ -371,7 +382,9 @@ class Mixture:
             places = np.flatnonzero(which == part)
             base = int(self.ends[part] - self.lengths[part])
             own = self.parts[part].samples(
-                (numbers[places] - base).tolist(), paraphrases=[paraphrases[p] for p in places]
+                (numbers[places] - base).tolist(),
+                paraphrases=[paraphrases[p] for p in places],
+                videos=videos,
             )
             for place, sample in zip(places, own):
                 found[place] = sample | {"sample_id": sample["sample_id"] + base}

@@ -215,19 +215,24 @@ class WorldActionModel(nn.Module):
             the DiT reads it `y` fp32 [B, 4 + z, F, h, w].
         """
         out = {k: v for k, v in batch.items() if k not in ("video", "prompt")}
-        if "latents" not in out and self.latents and self.latents.has(batch["sample_id"]):
-            out |= self.latents.get(batch["sample_id"], batch["sample_id"].device)
         if "latents" not in out:
-            if "video" not in batch:
-                raise ConfigError(f"a batch needs `video` or `latents`, got {sorted(batch)}")
-            made = self._in_turn(self.encode_video, batch["video"])
-            out |= made
-            if self.latents:
-                self.latents.put(batch["sample_id"], made)
+            out |= self._kept_or_encoded(batch)
         if "prompt_embedding" not in out:
             embedding, length_B = self._encode_prompts(batch["prompt"], out["latents"].device)
             out |= {"prompt_embedding": embedding, "prompt_length": length_B}
         return out
+
+    def _kept_or_encoded(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        if self.latents:
+            ids = batch["sample_id"]
+            if "video" not in batch or self.latents.has(ids):
+                return self.latents.get(ids, ids.device)
+        if "video" not in batch:
+            raise ConfigError(f"a batch needs `video` or `latents`, got {sorted(batch)}")
+        made = self._in_turn(self.encode_video, batch["video"])
+        if self.latents:
+            self.latents.put(ids, made)
+        return made
 
     def _in_turn(self, encode: Any, video: Tensor) -> dict[str, Tensor]:
         """Encode the batch at once, or as the public code does one sample after the other."""
