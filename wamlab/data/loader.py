@@ -256,9 +256,9 @@ class _Staged:
 class Loader:
     """An endless iterator over this rank's micro-batches, already on the device.
 
-    A batch is a dict: `video` uint8 [B, T, H, W, 3] (if videos are read), `state` f32
-    [B, K, 64], `action` f32 [B, K*H, 32], their masks, `has_real_action` bool [B], `prompt` list of str, `sample_id` and
-    `embodiment_id` int64 [B]. `wait_s` adds up the seconds that `next` took.
+    A batch is a dict: `video` uint8 [B, T, H, W, 3] (if videos are read), `state` f32 [B, K, 64],
+    `action` f32 [B, K*H, 32], their masks, `has_real_action` bool [B], `prompt` list of str,
+    `sample_id` and `embodiment_id` int64 [B]. `wait_s` adds up the seconds that `next` took.
 
     Args:
         config: what to read and how.
