@@ -47,11 +47,14 @@ class Filmer:
         policy: who acts.
         vae: with its decoder.
         count: episodes.
+
+    Attributes:
+        frames: of each episode, uint8 [2h + 4 + 2h, 2w, 3] each: seen, a strip, imagined.
     """
 
     def __init__(self, policy: ModelPolicy, vae: VAE, count: int) -> None:
         self.policy, self.vae, self.count = policy, vae, count
-        self._rows: list[list[np.ndarray]] = [[] for _ in range(count)]
+        self.frames: list[list[np.ndarray]] = [[] for _ in range(count)]
         self._tasks: list[str] = []
 
     def watch(self, moments: Sequence[Moment]) -> None:
@@ -72,7 +75,7 @@ class Filmer:
         for n, moment in enumerate(own):
             if not self._over[n]:
                 color = DONE if moment.done else GOING
-                self._rows[n] += [_frame(*pair, color) for pair in zip(seen[n], dreamed[n])]
+                self.frames[n] += [_frame(*pair, color) for pair in zip(seen[n], dreamed[n])]
             self._over[n] = moment.done
 
     def save(self, folder: Path) -> list[Path]:
@@ -80,7 +83,7 @@ class Filmer:
         folder.mkdir(parents=True, exist_ok=True)
         robot, paths = self.policy.embodiment, []
         fps = round(robot.fps * FRAMES_PER_BLOCK / robot.horizon)
-        for number, (task, frames) in enumerate(zip(self._tasks, self._rows)):
+        for number, (task, frames) in enumerate(zip(self._tasks, self.frames)):
             words = "_".join(task.split())
             path = folder / f"episode_{number:02d}_{words}.mp4"
             path.write_bytes(encode_video(np.stack(frames), fps).data)

@@ -35,9 +35,9 @@ def plot_loss_band(records: Sequence[Record], *, window: int = 20, ax: Axes | No
         curves = np.stack([np.convolve(r.losses[:length], kernel, "valid") for r in runs])
         steps = np.arange(curves.shape[1]) + width
         colour = RUN_COLOURS.get(name, GREY)
-        dashes = "--" if name == "official" else "-"
+        dashes, above = ("--", 3) if name == "official" else ("-", 2)
         label = f"{name}, {len(runs)} seed" + "s" * (len(runs) > 1)
-        ax.plot(steps, curves.mean(0), dashes, color=colour, label=label)
+        ax.plot(steps, curves.mean(0), dashes, color=colour, label=label, zorder=above)
         ax.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.15, lw=0)
     ax.set_yscale("log")
     ax.set(xlabel="optimizer step", ylabel=f"loss, mean of {width} steps")
