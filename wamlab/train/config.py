@@ -34,7 +34,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     warmup_steps: int = 2  # first steps that the record's times leave out
-    parts_steps: int = 0  # further steps, timed part by part, after the run
+    parts_steps: int = 0  # further steps, timed part by part; on a CPU the measured ones are timed
     wait_steps: int = (
         5  # rehearsed steps after a run of several ranks that measure the wait
     )

@@ -144,7 +144,7 @@ class Trainer:
         if self.out and rank() == 0:
             save_json(self.config, self.out / "run.json")
         self._start = time.perf_counter()
-        self.first_step_s, self._graphs = None, 0
+        self.first_step_s, self._graphs, self._clock = None, 0, None
         with contextlib.ExitStack() as stack:
             stack.callback(self.loader.close)
             if self.checkpoints:
@@ -155,6 +155,8 @@ class Trainer:
             stopped = False
             while self.step_count < self.config.steps and not stopped:
                 self.step()
+                if self._clock:
+                    self._clock.end_step()
                 stopped = stop.agreed()
                 self._between_steps(last=stopped or self.step_count == self.config.steps)
             if self.config.export and not stopped:
@@ -183,6 +185,8 @@ class Trainer:
             synchronize(self.device)
             reset_peak(self.device)
             self._graphs = self._compiled_graphs()
+            if self.config.parts_steps and self.device.type == "cpu":
+                self._clock = self.stepper.clock = StepClock(self.device)  # costs nothing there
             self.log.restart()
         if last or done % config.log_every == 0:
             self.log.flush(self._last_good())
@@ -241,6 +245,8 @@ class Trainer:
         return found
 
     def _time_parts(self) -> dict[str, float] | None:
+        if self._clock:
+            return self._clock.median_ms()
         if not self.config.parts_steps:
             return None
         clock = self.stepper.clock = StepClock(self.device)
