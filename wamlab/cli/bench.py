@@ -10,6 +10,7 @@ PARTS: dict[str, str] = {
     "encode": "the frozen encoders",
     "augment": "augmentation on the CPU and on the device",
     "dit": "the DiT's forward and backward",
+    "motion": "the ratios of the motion track",
     "communication": "the wait for communication, and what hides it",
     "compression": "gated gradient compression at equal bytes",
 }

@@ -158,13 +158,17 @@ def _aligned(place_BTJ3: Tensor) -> Tensor:
                         place_BTJ3 - start)  # fmt: skip
 
 
-def mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid_J: Tensor | None = None) -> float:
+def mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid: Tensor | None = None) -> float:
     """Return the mean joint position error, cm.
 
     Only the first frame's root on the floor and its heading are aligned, so drift counts.
+
+    Args:
+        pred_BTJ3, true_BTJ3: positions, m.
+        valid: bool, broadcast to [B, T, J]: what counts; None is all.
     """
     error = (_aligned(pred_BTJ3) - _aligned(true_BTJ3)).norm(dim=-1)
-    return 100 * _over(error, valid_J)
+    return 100 * _over(error, valid)
 
 
 def pa_mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid_J: Tensor | None = None) -> float:
@@ -201,6 +205,6 @@ def skate(place_BTJ3: Tensor, contact_BT4: Tensor, rate: float, feet: tuple[int,
     return 100 * (speed * down).sum().item() / max(int(down.sum()), 1)
 
 
-def _over(error_BTJ: Tensor, valid_J: Tensor | None) -> float:
-    keep = slice(None) if valid_J is None else valid_J
-    return error_BTJ[..., keep].mean().item()
+def _over(error_BTJ: Tensor, valid: Tensor | None) -> float:
+    """Return the mean where `valid`, bool that broadcasts to [B, T, J], is true."""
+    return (error_BTJ if valid is None else error_BTJ[valid.expand_as(error_BTJ)]).mean().item()

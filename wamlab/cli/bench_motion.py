@@ -1,0 +1,58 @@
+"""`wamlab bench motion`: the ratios of the motion track, each against its baseline."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from wamlab.config import lookup
+from wamlab.measure import Record, append_jsonl
+from wamlab.train.bench_motion import (
+    CASES,
+    ON_GPU,
+    MotionCase,
+    measure_block_parallel,
+    measure_training,
+)
+
+MOCAP = Path(__file__).resolve().parents[2] / "data_samples" / "mocap"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `wamlab bench motion`."""
+    parser.add_argument("--only", nargs="+", default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--folder", type=Path, default=MOCAP, help="BVH files")
+    parser.add_argument(
+        "--cpu", action="store_true", help="measure on the CPU though a GPU is there"
+    )
+    parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="train, and measure "
+                        "held-out motions")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the cases, print each as it comes."""
+    case = ON_GPU if torch.cuda.is_available() and not args.cpu else MotionCase()
+    case = dataclasses.replace(case, folder=str(args.folder))
+    for name in args.only:
+        _keep(lookup(CASES, name, "motion case")(case), args.out)
+        if name == "block_parallel" and case.device == "cuda":
+            _keep(measure_block_parallel(case, "bf16"), args.out)
+    if args.train:
+        folder = (args.out.parent if args.out else Path("runs")) / "motion_training"
+        _keep(measure_training(case, args.train, folder), args.out)
+    return 0
+
+
+def _keep(record: Record, out: Path | None) -> None:
+    values = {"precision": record.precision, **record.extra}
+    if record.step_ms:
+        values = {"own_ms": record.step_ms.median, **values}
+    print(f"{record.name} ({record.device})")
+    for key, value in values.items():
+        for name, number in value.items() if isinstance(value, dict) else [(None, value)]:
+            text = f"{number:.4g}" if isinstance(number, float) else str(number)
+            print(f"  {key if name is None else f'{key} {name}':<28}{text}")
+    if out:
+        append_jsonl(out, [record])
