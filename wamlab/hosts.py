@@ -8,6 +8,7 @@ says what is missing.
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -98,7 +99,8 @@ def linked_hosts(rate_mbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     Raises:
         HostsError: the system refuses; the message holds its words.
     """
-    key = os.getpid() % 100_000
+    _sweep()
+    key = os.getpid()
     hosts = [
         Host(
             name=f"host-{letter}",
@@ -119,6 +121,14 @@ def linked_hosts(rate_mbit: float | None = None) -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             _bring_up(host, rate_mbit)
         yield a, b
+
+
+def _sweep() -> None:
+    """Take away the hosts of processes that were killed before they could."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    for namespace, pid in re.findall(r"^(wamlab-(\d+)[ab])\b", found.stdout, re.M):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
 def _bring_up(host: Host, rate_mbit: float | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wamlab.hosts import Host, linked_hosts
-from wamlab.jupyter.launch import launch
+from wamlab.jupyter.launch import Job, launch
 from wamlab.measure import Record
 from wamlab.train.bench_communication import CommCase, CommPlan
 
@@ -39,19 +39,16 @@ def cases(names: Sequence[str] = tuple(ARMS), **changes: Any) -> tuple[CommCase,
     )
 
 
-def on_hosts(
-    hosts: Sequence[Host], target: Any, config: Any, out: str | Path, **options: Any
-) -> list[list[Any]]:
-    """Run a target with one rank on each made-up host and return each host's results.
+def start_on_hosts(hosts: Sequence[Host], target: Any, config: Any, out: str | Path) -> list[Job]:
+    """Start a target with one rank on each made-up host.
 
     Args:
         hosts: from `linked_hosts`.
         target: as for `launch`.
         config: as for `launch`.
         out: folder of one run folder a host.
-        options: further arguments of `launch`.
     """
-    jobs = [
+    return [
         launch(
             target,
             config,
@@ -62,15 +59,9 @@ def on_hosts(
             monitor=False,
             torchrun=host.torchrun(),
             within=host.within,
-            **options,
         )
         for host in hosts
     ]
-    try:
-        return [job.results() for job in jobs]
-    finally:
-        for job in jobs:
-            job.stop()
 
 
 def over_slow_link(runs: Sequence[CommCase], out: str | Path, *, rate_mbit: float) -> list[Record]:
@@ -81,7 +72,12 @@ def over_slow_link(runs: Sequence[CommCase], out: str | Path, *, rate_mbit: floa
     """
     plan = CommPlan(cases=tuple(runs), device="cpu")
     with linked_hosts(rate_mbit) as hosts:
-        (records,), _ = on_hosts(hosts, TARGET, plan, out)
+        jobs = start_on_hosts(hosts, TARGET, plan, out)
+        try:
+            records = jobs[0].result()
+        finally:
+            for job in jobs:
+                job.stop()
     label = {"link": "rate-limited veth between network namespaces", "rate_mbit": rate_mbit}
     return with_baseline(records, label)
 

@@ -6,6 +6,7 @@ DDP rebuilds its buckets after the first step, and a checkpoint must not depend 
 """
 
 import contextlib
+import inspect
 import random
 import zlib
 from collections import deque
@@ -33,7 +34,8 @@ class Gate:
     """Decides, alike on every rank, which buckets are compressed at which step.
 
     A signal's threshold is the quantile of its own last WINDOW values that lets the wanted share
-    pass, so that every kind of gate sends equally many bytes.
+    pass, and a little more or less to make up for a signal that rises or falls: so every kind of
+    gate sends equally many bytes.
 
     Args:
         kind: "always", "high" or "low" (large or small signal), "activity" (large) or "random".
@@ -45,6 +47,7 @@ class Gate:
         self.kind, self.share, self.seed = kind, share, seed
         self._seen: dict[int, deque[float]] = {}
         self._open: dict[int, bool] = {}
+        self._owed: dict[int, float] = {}  # openings that were due and did not come
 
     def decide(self, bucket: int, step: int, signal: float | None) -> bool:
         """Return whether to compress `bucket` at `step`, given what is known of the last step."""
@@ -58,9 +61,11 @@ class Gate:
         seen = self._seen.setdefault(bucket, deque(maxlen=WINDOW))
         seen.append(value)
         was_open = self._open.get(bucket, False)
-        passing = self.share + (HYSTERESIS if was_open else -HYSTERESIS)
-        rank = sum(other > value for other in seen) + 0.5
+        owed = self._owed.get(bucket, 0.0)
+        passing = self.share + (HYSTERESIS if was_open else -HYSTERESIS) + 2 * owed / WINDOW
+        rank = sum((other > value) + 0.5 * (other == value) for other in seen)
         self._open[bucket] = rank < passing * len(seen)
+        self._owed[bucket] = owed + self.share - self._open[bucket]
         return self._open[bucket]
 
 
@@ -307,12 +312,15 @@ def replicate(model: nn.Module, config: Ddp, hook: Compression) -> DistributedDa
 
     Weights are not broadcast: they come from the same seed or file on every rank.
     """
+    known = inspect.signature(DistributedDataParallel).parameters
+    # renamed in torch 2.13, where the old name warns
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     module = DistributedDataParallel(
         _Loss(model),
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
         init_sync=False,
+        **{name: False},
     )
     module.register_comm_hook(None, hook.reduce)
     return module

@@ -49,10 +49,11 @@ def measure_wait(
     lost = statistics.median(1 - off / on for on, off in zip(with_ms, without_ms))
     whole = statistics.median(with_ms)
     of_step = min(1.0, whole / step_ms)  # a rehearsal lacks data, update and log
-    traced = _traced(rehearse, device, folder)
+    exposed_ms = _exposed_ms(rehearse, device, folder)
     mine = {
         "ablation": max(0.0, lost) * of_step,
-        "trace": None if traced is None else traced * of_step,
+        # of the step as it is without a profiler, which makes everything but the wait longer
+        "trace": None if exposed_ms is None else min(1.0, exposed_ms / whole) * of_step,
         "busy": statistics.median(without_ms),
     }
     ranks = gather(mine)
@@ -86,14 +87,13 @@ def _in_turn(
     return times[True][WARMUP:], times[False][WARMUP:]
 
 
-def _traced(
+def _exposed_ms(
     rehearse: Callable[[bool], None], device: torch.device, folder: Path | None
 ) -> float | None:
     with ExitStack() as stack:
         out = folder or stack.enter_context(tempfile.TemporaryDirectory())
         path = profile_steps(lambda: rehearse(True), out, dev=device, warmup=1, active=3)
-        found = summarise(split_steps(read_trace(path)))
-    return None if found["exposed_comm_ms"] is None else found["exposed_comm_ms"] / found["step_ms"]
+        return summarise(split_steps(read_trace(path)))["exposed_comm_ms"]
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[int]:
