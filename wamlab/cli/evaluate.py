@@ -5,9 +5,10 @@ import argparse
 from pathlib import Path
 
 from wamlab import dist
-from wamlab.config import replace
+from wamlab.config import ConfigError, replace
 from wamlab.data.data_config import DataConfig, open_data
 from wamlab.data.toy_env import ToyConfig
+from wamlab.evaluate import libero_loop
 from wamlab.evaluate.closed_loop import ClosedLoopConfig, ClosedLoopResult, closed_loop
 from wamlab.evaluate.film import Filmer
 from wamlab.evaluate.load import Acting, find_run, load_decoder, open_policy
@@ -16,15 +17,17 @@ from wamlab.evaluate.policy import ModelPolicy
 from wamlab.measure import Record, append_jsonl, stamp
 from wamlab.model.sampling import DIT_STEPS
 
+EPISODES = {"toy": 200, "libero": 50}  # LIBERO has 50 starts a task
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab evaluate`."""
     parser.add_argument("checkpoint", type=Path, help="a run's folder, a checkpoint or weights")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--env", default="toy", choices=("toy",), help="closed loop in this world")
+    what.add_argument("--env", default="toy", choices=("toy", "libero"), help="closed loop in it")
     what.add_argument("--data", help="open loop on this LeRobot data set instead")
     parser.add_argument("--held-out", type=int, nargs=2, metavar=("FIRST", "STOP"))
-    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--episodes", type=int, help=f"default: {EPISODES}")
     parser.add_argument("--seed", type=int, default=1_000_000, help="of the first episode")
     parser.add_argument("--batch", type=int, default=50, help="episodes in step")
     parser.add_argument("--max-steps", type=int, default=360)
@@ -35,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that draw the world")
     parser.add_argument("--videos", type=int, default=4, help="episodes to film")
     parser.add_argument("--chunks", type=int, default=64, help="compared in the open loop")
+    parser.add_argument("--libero-python", metavar="PATH", help="see wamlab.evaluate.libero_loop")
+    parser.add_argument("--suite", default="libero_spatial", help="of LIBERO")
+    parser.add_argument("--task", type=int, default=0, help="of the suite")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print one line, append a record."""
     device = dist.device(args.device)
+    args.episodes = args.episodes or EPISODES[args.env]
     found = find_run(args.checkpoint)
     acting = _changed(found.acting(), args)
     policy = open_policy(args.checkpoint, acting.policy, device=device)
@@ -50,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         result = _open_loop(policy, args)
         scope, text = "open_loop", _open_text(result)
     else:
-        result = _closed_loop(policy, acting, args, out)
+        play = _libero if args.env == "libero" else _closed_loop
+        result = play(policy, acting, args, out)
         scope, text = "closed_loop", closed_text(result)
     record = Record(
         name=found.folder.name,
@@ -96,6 +104,26 @@ def _closed_loop(
     for path in filmer.save(out / "videos") if filmer else ():
         print(f"film     {path}")
     return result
+
+
+def _libero(
+    policy: ModelPolicy, acting: Acting, args: argparse.Namespace, out: Path
+) -> ClosedLoopResult:
+    if not args.libero_python:
+        raise ConfigError(
+            "--env libero needs --libero-python PATH, the python of an environment with the "
+            f"simulator:\n{libero_loop.INSTALL}"
+        )
+    return libero_loop.evaluate_libero(
+        policy,
+        args.libero_python,
+        out / f"{args.suite}_{args.task}",
+        execute=acting.execute,
+        suite=args.suite,
+        task=args.task,
+        episodes=args.episodes,
+        steps=args.max_steps,
+    )
 
 
 def _open_loop(policy: ModelPolicy, args: argparse.Namespace) -> OpenLoopResult:
