@@ -22,7 +22,7 @@ ORDER = {
     "model claims",
     "train": "optim optimizations topology communication compression wire wait memory checkpoint "
     "metrics config trainer profile deepspeed",
-    "evaluate": "wire worlds policy closed_loop toy_corpus load open_loop film server libero",
+    "evaluate": "wire worlds policy closed_loop toy_corpus load open_loop film server libero_loop",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
