@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu", action="store_true", help="measure on the CPU though a GPU is there"
     )
-    parser.add_argument("--train", type=int, default=0, metavar="STEPS", help="train, and measure "
-                        "held-out motions")  # fmt: skip
+    parser.add_argument("--train", type=int, default=0, help="steps; then measure held-out motions")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 
@@ -40,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if name == "block_parallel" and case.device == "cuda":
             _keep(measure_block_parallel(case, "bf16"), args.out)
     if args.train:
-        folder = (args.out.parent if args.out else Path("runs")) / "motion_training"
-        _keep(measure_training(case, args.train, folder), args.out)
+        _keep(measure_training(case, args.train), args.out)
     return 0
 
 
