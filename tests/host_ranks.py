@@ -32,6 +32,7 @@ def main(folder, steps):
     torch.set_num_threads(1)
     entries = ("micro_batch", "fsdp2")
     where = {"out": str(folder / "run"), "save_every": 5, "log_every": 1, "steps": steps}
+    where["silence_s"] = 6.0
     with training_group(torch.device("cpu"), timeout_s=60):
         config = dataclasses.replace(CONFIG, optimizations=entries, **where)
         Trainer(config, ToyModel(), partial(Slowly)).fit()

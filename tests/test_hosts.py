@@ -84,8 +84,8 @@ def start(host, folder, *, nodes="2", restarts=0):
     command = [*host.within, sys.executable, *torchrun, "--nproc-per-node=1", *script]
     env = {**os.environ, **host.env, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE)])
-    log = (folder / f"{host.name}.log").open("w")
-    return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    with (folder / f"{host.name}.log").open("w") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 def kill(process):

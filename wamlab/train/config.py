@@ -35,9 +35,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     warmup_steps: int = 2  # first steps that the record's times leave out
     parts_steps: int = 0  # further steps, timed part by part; on a CPU the measured ones are timed
-    wait_steps: int = (
-        5  # rehearsed steps after a run of several ranks that measure the wait
-    )
+    wait_steps: int = 5  # rehearsed steps after a run of several ranks that measure the wait
     out: str | None = None  # run folder: steps.jsonl, run.json, checkpoints/
     log_every: int = 10  # steps between two reads of the device
     save_every: int = 0  # steps between two checkpoints; 0 saves none
@@ -50,6 +48,7 @@ class TrainConfig:
     max_skipped: int = 10  # steps in a row with a non-finite loss or gradient that end the run
     trackers: tuple[str, ...] = ()  # names of TRACKERS
     timeout_s: float = 600.0  # of one collective
+    silence_s: float = 20.0  # without a heartbeat, after which another host of the run is lost
 
     def __post_init__(self) -> None:
         for field, least in (("steps", 1), ("global_batch", 1), ("log_every", 1), ("keep", 1)):

@@ -18,7 +18,6 @@ from wamlab.dist import gather, rank
 from wamlab.train.topology import host_name
 
 BEAT_S = 1.0
-SILENCE_S = 20.0  # a compiler may hold the interpreter for seconds
 LOST = 75  # exit code of a rank whose peers are lost
 SIGNS = ("gloo", "NCCL", "Connection", "closed by peer", "Broken pipe")
 
@@ -30,13 +29,14 @@ class LostHostError(UserError):
 class PeerWatch:
     """Watches the ranks of other hosts while its body runs; nothing on a single host.
 
-    Every rank counts up in the run's store once a second. Where a count stands still for SILENCE_S,
-    a rank that is stuck in a collective is ended with exit code 75 after saying whose it was; one
-    that a collective's failure has already thrown out raises LostHostError instead. Either way
-    torchrun ends the job or, with `--max-restarts`, starts it again.
+    Every rank counts up in the run's store once a second. Where a count stands still for
+    `silence_s` (20 s or more: a compiler may hold the interpreter for seconds), a rank that is
+    stuck in a collective is ended with exit code 75 after saying whose count it was; one that a
+    failed collective has already thrown out raises LostHostError instead. Either way torchrun ends
+    the job or, with `--max-restarts`, starts it again.
     """
 
-    def __init__(self, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, silence_s: float) -> None:
         self.silence_s = silence_s
         self._hosts: list[str] = []
         self._done = threading.Event()

@@ -149,7 +149,7 @@ class Trainer:
             stack.callback(self.loader.close)
             if self.checkpoints:
                 stack.callback(self.checkpoints.close)
-            stack.enter_context(PeerWatch())
+            stack.enter_context(PeerWatch(self.config.silence_s))
             stop = stack.enter_context(StopSignal())
             stack.enter_context(self._memory)
             stopped = False
