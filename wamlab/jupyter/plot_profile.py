@@ -161,7 +161,7 @@ def plot_batch_times(records: Sequence[Record], ax: Axes | None = None) -> Axes:
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.set_yticks([], minor=True)
     ax.minorticks_off()
-    ax.margins(y=0.15)
+    ax.margins(x=0.1, y=0.15)
     ax.legend()
     return ax
 
