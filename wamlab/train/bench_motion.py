@@ -44,11 +44,20 @@ class MotionCase:
     window: int = 96
     clips: int = 16  # of the augmentation
     repeats: int = 5
-    steps: int = 6  # of the data path's runs
+    steps: int = 5  # of the data path's runs
+    seeds: int = 1  # of the cache's traces
 
 
 ON_GPU = MotionCase(
-    device="cuda", frames=64, size="base", batch=8, window=240, clips=64, repeats=10, steps=12
+    device="cuda",
+    frames=64,
+    size="base",
+    batch=8,
+    window=240,
+    clips=64,
+    repeats=10,
+    steps=12,
+    seeds=5,
 )
 
 
@@ -81,7 +90,7 @@ def measure_block_parallel(case: MotionCase, precision: str = "fp32") -> Record:
     net = MotionDenoiser(MOTION_SIZES[case.size]).to(dev)
     with torch.no_grad():
         for p in net.parameters():
-            p.normal_(std=0.02)
+            p.normal_(std=net.config.dim**-0.5)  # a fresh block would be the identity
     starts = [round(c * case.window) for c in CUTS]
     block = torch.zeros(case.batch, case.window, dtype=torch.int64, device=dev)
     for start in starts[1:]:
@@ -169,7 +178,7 @@ def measure_cache(case: MotionCase) -> Record:
                         ("weighted", 1.0)):  # fmt: skip
         name = f"{kind}_{alpha:g}" if kind == "weighted" else kind
         found: dict[str, list[float]] = {p: [] for p in POLICIES}
-        for seed in range(5 if case.device == "cuda" else 2):
+        for seed in range(case.seeds):
             trace = make_trace(kind, 2000, 40000, seed=seed, alpha=alpha)
             for policy, values in found.items():
                 values.append(simulate(trace, 400, policy, warmup=8000).hit_rate)
@@ -220,7 +229,7 @@ def measure_training(case: MotionCase, steps: int) -> Record:
         task=TaskConfig(size=case.size, mode="parallel", jacobian="products", dynamics_frames=16),
         optimizations=("fused_adamw",),
         steps=steps,
-        global_batch=32,
+        global_batch=8 * case.batch,
         device=case.device,
     )
     record = train_motion(run)
