@@ -142,6 +142,13 @@ def test_one_sample_does_not_depend_on_its_batch(model):
     torch.testing.assert_close(torch.stack(parts).mean(), whole, atol=1e-5, rtol=1e-5)
 
 
+def test_the_action_loss_may_weigh_more(model):
+    heavy = WorldActionModel(dataclasses.replace(CONFIG, action_weight=4.0))
+    plain, found = losses(model, make_batch()), losses(heavy, make_batch())
+    torch.testing.assert_close(found["action_loss"], plain["action_loss"])
+    torch.testing.assert_close(found["loss"], found["dynamics_loss"] + 4 * found["action_loss"])
+
+
 def test_what_is_encoded_already_is_not_encoded_again(model):
     batch = make_batch()
     encoded = model.encode(batch)

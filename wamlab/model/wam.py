@@ -68,6 +68,9 @@ class WAMConfig:
     target_hw: tuple[int, int] | None = None
     seed: int = 0
     noise: Literal["standard", "decoupled", "high_noise"] = "standard"
+    # of the action loss in the sum: publicly 1; its mean counts padded channels, so that 32 over
+    # the real ones makes an action channel weigh what a latent one does
+    action_weight: float = 1.0
     encoder_precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU
     vae_weights: str | None = None  # a public checkpoint; null: random weights from the seed
     text_weights: str | None = None
@@ -157,7 +160,11 @@ class WorldActionModel(nn.Module):
         Returns:
             `loss`, `dynamics_loss`, `action_loss`: fp32 scalars, the first with its gradient.
         """
-        return flow_matching.loss(self.dit, self.encode(batch), draws, mode=self.config.noise)
+        found = flow_matching.loss(self.dit, self.encode(batch), draws, mode=self.config.noise)
+        if self.config.action_weight != 1.0:
+            actions = self.config.action_weight * found["action_loss"]
+            found["loss"] = found["dynamics_loss"] + actions
+        return found
 
     def blocks(self) -> list[nn.Module]:
         """Return the DiT's blocks, the units of recompute, compilation and sharding."""
