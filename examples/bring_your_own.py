@@ -28,7 +28,9 @@ class Guest(Cloner):
     def loss(self, batch, draws):
         """Return the mean squared error of the actions of every block, seen from its start."""
         pictures = batch["video"][:, :-1:8].flatten(0, 1).movedim(-1, 1) / 255.0
-        actions = self(pictures, batch["state"].flatten(0, 1)).reshape(batch["action"].shape)
+        # forward, not self(...): when the model is sharded, the call that gathers it is `loss`
+        actions = self.forward(pictures, batch["state"].flatten(0, 1))
+        actions = actions.reshape(batch["action"].shape)
         return {"loss": mse_loss(actions * batch["action_mask"], batch["action"])}
 
     def blocks(self):

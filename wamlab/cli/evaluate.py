@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--videos", type=int, default=4, help="episodes to film")
     parser.add_argument("--chunks", type=int, default=64, help="compared in the open loop")
     parser.add_argument("--libero-python", metavar="PATH", help="see wamlab.evaluate.libero_loop")
-    parser.add_argument("--suite", default="libero_spatial", help="of LIBERO")
-    parser.add_argument("--task", type=int, default=0, help="of the suite")
+    parser.add_argument("--libero-set", action="append", default=[], metavar="NAME=VALUE",
+                        help="of LIBERO: suite, task, first, side, shadows")  # fmt: skip
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
@@ -49,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, print one line, append a record."""
     device = dist.device(args.device)
     args.episodes = args.episodes or EPISODES[args.env]
+    if args.env == "libero" and not args.libero_python:
+        raise ConfigError(
+            "--env libero needs --libero-python PATH, the python of an environment with the "
+            f"simulator: {libero_loop.INSTALL}"
+        )
     found = find_run(args.checkpoint)
     acting = _changed(found.acting(), args)
     policy = open_policy(args.checkpoint, acting.policy, device=device)
@@ -109,20 +114,11 @@ def _closed_loop(
 def _libero(
     policy: ModelPolicy, acting: Acting, args: argparse.Namespace, out: Path
 ) -> ClosedLoopResult:
-    if not args.libero_python:
-        raise ConfigError(
-            "--env libero needs --libero-python PATH, the python of an environment with the "
-            f"simulator:\n{libero_loop.INSTALL}"
-        )
+    given = dict(text.partition("=")[::2] for text in args.libero_set)
+    options = {"episodes": args.episodes, "steps": args.max_steps} | given
+    execute = acting.execute
     return libero_loop.evaluate_libero(
-        policy,
-        args.libero_python,
-        out / f"{args.suite}_{args.task}",
-        execute=acting.execute,
-        suite=args.suite,
-        task=args.task,
-        episodes=args.episodes,
-        steps=args.max_steps,
+        policy, args.libero_python, out / "libero", execute=execute, **options
     )
 
 

