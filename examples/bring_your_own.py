@@ -8,7 +8,6 @@ from pathlib import Path
 from cloner import Cloner
 from torch.nn.functional import mse_loss
 
-from wamlab.config import from_dict
 from wamlab.data.loader import DataConfig
 from wamlab.dist import device
 from wamlab.jupyter.ladder import Row, ladder
@@ -44,14 +43,12 @@ class Guest(Cloner):
 
 def train(config):
     """Train on this rank: what a row of the ladder runs."""
-    config = from_dict(TrainConfig, config)
     with training_group(device(config.device), config.timeout_s):
         return Trainer(config, Guest()).fit()
 
 
 def profile(config):
     """Profile on this rank: where a step's time goes."""
-    config = from_dict(ProfileConfig, config)
     with training_group(device(config.train.device), config.train.timeout_s):
         return profile_trainer(config, Guest())
 
