@@ -141,6 +141,8 @@ def test_counts_of_what_stalls_a_step():
         ("aten::mkldnn_convolution", "convolution"),
         ("ConvolutionBackward0", "bookkeeping"),
         ("aten::t", "bookkeeping"),
+        ("TorchDynamo Cache Lookup", "bookkeeping"),
+        ("## Call CompiledFxGraph fv4yg5 ##", "bookkeeping"),
         ("aten::tanh", "elementwise"),
         ("aten::threshold_backward", "elementwise"),
         ("aten::_to_copy", "copy"),

@@ -29,7 +29,7 @@ KERNEL_GROUPS: dict[str, re.Pattern[str]] = {
         r"|flatten|is_same_size|item|lift_fresh|local_scalar_dense|narrow|permute|reshape(_alias)?"
         r"|resize|resolve_(conj|neg)|result_type|select|slice|split(_with_sizes)?|squeeze|t"
         r"|transpose|unbind|unflatten|unsafe_view|unsqueeze|view(_as_\w+)?)_?$"
-        r"|^(autograd|torch::autograd)::|Backward\d+$|^detach$"
+        r"|^(autograd|torch::autograd)::|Backward\d+$|^detach$|^Torch|^## Call|^CompiledFunction"
     ),
     "copy": re.compile(
         r"memcpy|memset|copy_kernel|CatArray|split_with_sizes|chunk_cat"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wamlab.config import replace
-from wamlab.measure import Record, Timing, measure_ms, stamp
+from wamlab.dist import device
+from wamlab.measure import Record, measure_ms, stamp, synchronize
 from wamlab.model.attention import Layout, build_attention
 from wamlab.model.dit import MODEL_SIZES, PUBLIC, ModelOptions, WorldActionDiT
 from wamlab.model.flops import seen_pairs
@@ -27,11 +29,12 @@ def scaling(dev: torch.device, sizes_kib: Sequence[int]) -> dict[int, float]:
     found = {}
     for kib in sizes_kib:
         x = torch.ones(kib * 256, device=dev)
+        y = torch.empty_like(x)  # a fresh one would be mapped page by page
         inner = max(1, 4096 // kib)  # many calls to one timing: the clock costs too
 
-        def run(x: Tensor = x, inner: int = inner) -> None:
+        def run(x: Tensor = x, y: Tensor = y, inner: int = inner) -> None:
             for _ in range(inner):
-                x * 2.0
+                torch.mul(x, 2.0, out=y)
 
         found[kib] = measure_ms(run, dev=dev, warmup=3, repeats=7).median / inner * 1e3
     return found
@@ -153,22 +156,35 @@ def build_block(
 
 
 def block_kernels(run: BlockRun, dev: torch.device) -> Table:
-    """Return what one step of a block runs: kernels on a GPU, operators on a CPU.
-
-    Call it inside `kernel_names()`, so that the kernels that the CPU's compiler makes are named.
-    """
+    """Return what one step of a block runs: kernels on a GPU, operators on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         path = profile_steps(run.step, folder, dev=dev, warmup=3, active=1)
         return kernel_table(read_trace(path))
 
 
-def kernel_names() -> Any:
-    """Return a context in which what torch.compile makes for a CPU shows in a trace by its name."""
+def blocks(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Build one block in several ways, time each and list what it runs; a target of `launch`.
+
+    What torch.compile makes for a CPU is named, so that it shows in the trace.
+
+    Args:
+        config: `device` ("cpu" or "cuda") and `ways`, see `build_block`.
+
+    Returns:
+        `tables`: way -> Table; `ms`: way -> milliseconds of forward and backward, median and
+        quartiles; `first_s`: way -> seconds of the first call, compilation included.
+    """
     import torch._inductor.config as settings
 
-    return settings.patch({"cpp.enable_kernel_profile": True})
-
-
-def block_times(runs: Mapping[str, BlockRun], dev: torch.device) -> dict[str, Timing]:
-    """Return forward and backward of each block, in milliseconds."""
-    return {name: measure_ms(run.step, dev=dev, warmup=3, repeats=15) for name, run in runs.items()}
+    torch.set_num_threads(1)
+    dev, found = device(config["device"]), {"tables": {}, "ms": {}, "first_s": {}}
+    with settings.patch({"cpp.enable_kernel_profile": True}):
+        for way in config["ways"]:
+            run, start = build_block(way, dev), time.perf_counter()
+            run.step()
+            synchronize(dev)
+            found["first_s"][way] = time.perf_counter() - start
+            timing = measure_ms(run.step, dev=dev, warmup=3, repeats=15)
+            found["ms"][way] = [timing.median, timing.q25, timing.q75]
+            found["tables"][way] = block_kernels(run, dev)
+    return found
