@@ -15,7 +15,7 @@ from wamlab.jupyter.report import write_report
 from wamlab.jupyter.table import print_ladder
 from wamlab.train.communication import training_group
 from wamlab.train.config import TrainConfig
-from wamlab.train.profile import ProfileConfig, profile_trainer
+from wamlab.train.profile import profile_trainer
 from wamlab.train.trainer import Trainer
 
 SAMPLES = Path(__file__).resolve().parents[1] / "data_samples" / "libero_mini"
