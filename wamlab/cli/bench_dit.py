@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", help=f"one operation, every way: {', '.join(PASSES)}")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--recompute", default="none", help="none, selective, full or every-K")
+    parser.add_argument("--float8", default="none", choices=("none", "tensorwise", "rowwise"))
     parser.add_argument("--cuda-graph", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--trace", action="store_true", help="the record also lists the kernels")
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
             way=args.way,
             attention=args.attention,
             recompute=args.recompute,
+            float8=args.float8,
             cuda_graph=args.cuda_graph,
             repeats=args.repeats,
             trace=args.trace,

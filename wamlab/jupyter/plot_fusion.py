@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from wamlab.jupyter.plot import GREY, INK, style
@@ -34,9 +35,7 @@ def plot_scaling(times: Mapping[int, float], ax: Axes | None = None) -> Axes:
                 xytext=(6, -4), textcoords="offset points", va="top", fontsize=9)  # fmt: skip
     ax.set(xscale="log", yscale="log", xlabel="KiB read", ylabel="µs a call")
     ax.set_ylim(bottom=floor / 3)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
+    _plain(ax.xaxis, ax.yaxis)
     ax.legend(loc="lower right")
     return ax
 
@@ -144,9 +143,18 @@ def plot_per_sample(records: Sequence[Record]) -> Axes:
         colour = GREY if record.name == "official" else "#0072b2"
         ax.barh(y, ms, height=0.64, color=colour)
         rate = f", {record.mfu:.0%} MFU" if record.mfu else ""
-        ax.text(ms * 1.04, y, f"{ms:,.3g} ms{rate}", va="center", fontsize=9)
+        text = f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+        ax.text(ms * 1.04, y, f"{text} ms{rate}", va="center", fontsize=9)
     ax.set_yticks(range(len(rows)), [f"{r.name}, micro-batch {r.micro_batch}" for r in rows])
     ax.set(xscale="log", xlim=(min(times) / 2, max(times) * 3), ylim=(len(rows) - 0.4, -0.6))
+    _plain(ax.xaxis)
     ax.set_xlabel("ms a sample, forward and backward (logarithmic)")
     ax.tick_params(axis="y", length=0)
     return ax
+
+
+def _plain(*axes: Axis) -> None:
+    """Label a logarithmic axis with plain numbers, at powers of ten alone."""
+    for axis in axes:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())

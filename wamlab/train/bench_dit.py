@@ -28,6 +28,7 @@ from wamlab.model.dit import MODEL_SIZES, PUBLIC, DiTConfig, ModelOptions, World
 from wamlab.model.flops import flops
 from wamlab.profiler import profile_steps
 from wamlab.trace import kernel_table, read_trace, split_steps, summarise
+from wamlab.train.float8 import convert
 from wamlab.train.optimizations import StepPlan
 from wamlab.train.wrap import wrap
 
@@ -51,6 +52,7 @@ class DiTCase:
     way: Literal["official", "eager", "compiled", "triton"] = "official"  # triton: and compiled
     attention: str = "auto"
     recompute: str = "none"
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"  # of the blocks' large linears
     cuda_graph: bool = False
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -80,6 +82,8 @@ def measure_dit(case: DiTCase) -> Record:
         model = WorldActionDiT(config, _options(case))
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
     model = model.to(dtype)
+    if case.float8 != "none":
+        convert(model.blocks(), case.float8)
     with torch.no_grad():
         for p in model.parameters():  # a zero head would hide a wrong backward
             if not p.any():
@@ -114,18 +118,19 @@ def measure_dit(case: DiTCase) -> Record:
             device=device_name(dev),
             world_size=1,
             micro_batch=case.micro_batch,
-            precision=case.precision,
+            precision=case.precision if case.float8 == "none" else "float8",
             recompute=mode,
             optimizations=_names(case),
             step_ms=timing,
             samples_per_s=case.micro_batch / seconds,
             samples_per_s_per_gpu=case.micro_batch / seconds if case.device == "cuda" else None,
-            mfu=mfu(model_flops, seconds, dev, case.precision),
+            mfu=mfu(model_flops, seconds, dev, case.precision),  # float8 too counts by bf16's peak
             peak_gib=peak_gib(dev),
             first_step_s=first_step_s,
             extra={
                 "model_tflops_per_s": model_flops / seconds / 1e12,
                 "attention": case.attention,
+                "float8": case.float8,
                 "output_sum": loss,
                 **(_trace(run, dev) if case.trace else {}),
             },
@@ -161,7 +166,8 @@ def layout_of(size: str) -> Layout:
 def _names(case: DiTCase) -> tuple[str, ...]:
     names = {"official": (), "eager": ("shortcuts",), "compiled": ("shortcuts", "compile")}
     names["triton"] = (*names["compiled"], "triton")
-    return names[case.way] + (("cuda_graph",) if case.cuda_graph else ())
+    extra = {"float8": case.float8 != "none", "cuda_graph": case.cuda_graph}
+    return names[case.way] + tuple(name for name, used in extra.items() if used)
 
 
 def random_inputs(
