@@ -10,7 +10,7 @@ import torch
 from communication_ranks import RUNS
 
 from wamlab.config import ConfigError
-from wamlab.train.compression import Gate, orthonormalise
+from wamlab.train.compression import Gate, as_matrix, orthonormalise, pays_off
 from wamlab.train.optimizations import build_optimizations, build_plan
 from wamlab.train.wait import balance
 from wamlab.train.wire import CHUNK, from_float8, pack, to_float8, unpack
@@ -127,6 +127,16 @@ def test_float8_rounds_to_a_sixteenth_and_packs_to_a_byte():
     assert torch.equal(unpack(packed, "float8", 1000), back)
     assert torch.equal(unpack(pack(values, "bf16"), "bf16", 1000), values.bfloat16().float())
     assert not from_float8(*to_float8(torch.zeros(3)), 3).any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "pays"),
+    [((1, 256, 128), 256, True), ((128, 48, 1, 2, 2), 128, True), ((7,), None, False)],
+)
+def test_any_tensor_is_a_matrix_for_low_rank(shape, rows, pays):
+    tensor = torch.zeros(shape)
+    assert pays_off(tensor, 2) == pays
+    assert rows is None or as_matrix(tensor).shape[0] == rows
 
 
 def test_orthonormal_columns_even_of_a_singular_matrix():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wamlab.dist import device as pick_device
+from wamlab.dist import print0
 from wamlab.draws import Draws
 from wamlab.measure import Record
 from wamlab.model.dit import MODEL_SIZES, DiTConfig
@@ -175,6 +176,7 @@ def _run(case: CommCase, device: torch.device) -> Record:
     record = trainer.fit()
     last = record.losses[-TAIL:]
     extra = {**record.extra, "final_loss": sum(last) / len(last), "seed": case.seed}
+    print0(f"{case.name}, seed {case.seed}: {record.step_ms.median:.0f} ms a step")
     return dataclasses.replace(
         record, scope=case.scope, dimension="communication", encoders="none", extra=extra
     )

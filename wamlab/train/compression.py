@@ -7,6 +7,7 @@ DDP rebuilds its buckets after the first step, and a checkpoint must not depend 
 
 import contextlib
 import inspect
+import math
 import random
 import zlib
 from collections import deque
@@ -230,7 +231,7 @@ class Compression:
 
     def _low_rank(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """PowerSGD, one power iteration a step. Source: Vogels et al. 2019, algorithm 1."""
-        matrices = {n: g.view(g.shape[0], -1) for n, g in grads.items() if n in self.factors}
+        matrices = {n: as_matrix(g) for n, g in grads.items() if n in self.factors}
         columns = [m @ self.factors[n] for n, m in matrices.items()]
         rest = [g for n, g in grads.items() if n not in matrices]
         mean_over_ranks([*columns, *rest])
@@ -268,12 +269,17 @@ _WIRES: dict[str, Callable[[Compression, dict[str, Tensor]], dict[str, Tensor]]]
 }
 
 
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Return a view with two dimensions, as square as its shape allows: fewest rows and columns."""
+    splits = [math.prod(tensor.shape[:k]) for k in range(1, tensor.ndim)]
+    return tensor.view(min(splits, key=lambda rows: rows + tensor.numel() / rows), -1)
+
+
 def pays_off(parameter: Tensor, rank: int) -> bool:
     """Say whether `rank` columns and rows are less than half of a matrix."""
     if parameter.ndim < 2:
         return False
-    rows, columns = parameter.shape[0], parameter[0].numel()
-    return 2 * rank * (rows + columns) < rows * columns
+    return 2 * rank * sum(as_matrix(parameter).shape) < parameter.numel()
 
 
 def orthonormalise(columns: Tensor) -> None:
@@ -286,7 +292,7 @@ def orthonormalise(columns: Tensor) -> None:
 
 def _first_factor(name: str, parameter: Tensor, rank: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    factor = torch.randn(parameter[0].numel(), rank, generator=generator)
+    factor = torch.randn(as_matrix(parameter).shape[1], rank, generator=generator)
     return factor.to(parameter.device, parameter.dtype)
 
 

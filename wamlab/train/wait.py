@@ -20,7 +20,7 @@ from wamlab.measure import synchronize
 from wamlab.profiler import profile_steps
 from wamlab.trace import read_trace, split_steps, summarise
 
-WARMUP = 2
+WARMUP = 1  # the run before has warmed up the rest
 
 
 def measure_wait(
@@ -92,7 +92,7 @@ def _exposed_ms(
 ) -> float | None:
     with ExitStack() as stack:
         out = folder or stack.enter_context(tempfile.TemporaryDirectory())
-        path = profile_steps(lambda: rehearse(True), out, dev=device, warmup=1, active=3)
+        path = profile_steps(lambda: rehearse(True), out, dev=device, warmup=1, active=2)
         return summarise(split_steps(read_trace(path)))["exposed_comm_ms"]
 
 
