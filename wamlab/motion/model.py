@@ -60,7 +60,8 @@ class Block(nn.Module):
         shift, scale, gate, *rest = self._modulation(level_BLC)
         q, k, v = self._heads(self.norms[0](x_BLC) * (1 + scale) + shift)
         if isinstance(mask, BlockMask):
-            seen = _flex()(q, k, v, block_mask=mask)
+            flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+            seen = flex(q, k, v, block_mask=mask)
         else:
             seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self._finish(x_BLC, seen, gate, rest)
@@ -130,13 +131,13 @@ class MotionDenoiser(nn.Module):
             block_BT: int64, ascending from 0.
             rate: frames a second.
         """
-        frames = clean_BTD.shape[1]
+        frames, dtype = clean_BTD.shape[1], self.inward.weight.dtype  # sharded, it may be bf16
         seconds = torch.arange(frames, dtype=level_BT.dtype, device=level_BT.device) / rate
-        when = self.time(sinusoid(seconds, self.config.frequencies, 10.0))
-        clean = self.inward(clean_BTD) + when
-        noisy = self.inward(noisy_BTD) + when + self.noisy_mark
+        when = self.time(sinusoid(seconds, self.config.frequencies, 10.0).to(dtype))
+        clean = self.inward(clean_BTD.to(dtype)) + when
+        noisy = self.inward(noisy_BTD.to(dtype)) + when + self.noisy_mark
         steps = torch.stack([torch.zeros_like(level_BT), level_BT])
-        levels = self.level(sinusoid(steps, self.config.frequencies, 1.0))
+        levels = self.level(sinusoid(steps, self.config.frequencies, 1.0).to(dtype))
         hidden = MODES[self.mode](self, (clean, noisy), (levels[0], levels[1]), block_BT)
         return self.outward(F.layer_norm(hidden, hidden.shape[-1:]))
 
@@ -219,7 +220,7 @@ MODES: dict[str, Callable[..., Tensor]] = {
 
 
 @functools.cache
-def _flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
