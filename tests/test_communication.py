@@ -86,7 +86,7 @@ def test_error_feedback_loses_nothing(found):
 
 
 def test_the_wait_is_the_same_in_both_ways(found):
-    """Rank 0 waits for rank 1's 60 ms; the two measurements agree within 3 points."""
+    """Rank 0 waits for rank 1's 250 ms; the two measurements agree within 3 points."""
     waits, unchanged = found[0]["waits"]
     assert unchanged
     ablation, trace = waits["wait_share_ablation"], waits["wait_share_trace"]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from wamlab import hosts
+from wamlab.__main__ import main
 from wamlab.jupyter import slow_link
 
 HERE = Path(__file__).parent
@@ -67,10 +68,20 @@ def test_a_refusal_carries_the_systems_words():
         hosts._run("sh", "-c", "echo no >&2; exit 1")
 
 
+def test_without_hosts_the_bench_says_why(monkeypatch, capsys):
+    def refuse(rate_mbit):
+        raise hosts.HostsError("network namespaces need root")
+
+    monkeypatch.setattr(slow_link, "linked_hosts", refuse)
+    assert main(["bench", "communication", "--slow-link"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("skipped: network namespaces need root") == len(slow_link.ARMS)
+
+
 def test_a_slow_link_waits_and_low_rank_takes_the_wait_away(possible, tmp_path):
     """From at least 30 % of the step to at most a third of that."""
     names = (slow_link.BASELINE, "low rank 1")
-    runs = slow_link.cases(names, steps=8, warmup_steps=2, wait_steps=3)
+    runs = slow_link.cases(names, layers=1, steps=5, warmup_steps=1, wait_steps=2)
     base, low = slow_link.over_slow_link(runs, tmp_path, rate_mbit=100.0)
     assert (base.scope, low.extra["rate_mbit"]) == ("slow_link", 100.0)
     assert base.exposed_comm_share >= 0.3
