@@ -107,9 +107,7 @@ def _slow(args: argparse.Namespace) -> list[Record]:
         return slow_link.over_slow_link(runs, out, rate_mbit=args.rate)
     except HostsError as error:
         reason = f"skipped: {error}"
-        return [
-            dataclasses.replace(Record(name=c.name, reason=reason), scope=c.scope) for c in runs
-        ]
+        return [Record(name=case.name, scope=case.scope, reason=reason) for case in runs]
 
 
 def _line(record: Record) -> str:
