@@ -72,7 +72,7 @@ def test_the_command_prints_what_was_found(tmp_path, monkeypatch, capsys):
         assert (target, nproc) == ("wamlab.train.profile:profile_run", 1)
         assert (config.steps, config.train.global_batch) == (2, 3)
         record = profiled(tmp_path, "micro_batch")
-        return type("Job", (), {"result": lambda self: record})()
+        return _Done(record)
 
     monkeypatch.setattr(command, "launch", launched)
     record = tmp_path / "records.jsonl"
@@ -81,4 +81,21 @@ def test_the_command_prints_what_was_found(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     for words in ("parts (ms): ", "operators (ms): ", "recompute ", "counts: cpu_ops", "perfetto"):
         assert words in text
-    assert [r.scope for r in read_records(record)] == ["profile"]
+    (kept,) = read_records(record)
+    assert kept.scope == "profile"
+    monkeypatch.setattr(command, "launch", lambda *_, **__: _Done(kept))
+    argv += ["--against", kept.extra["traces"][0]]
+    assert main(["profile", *argv]) == 0
+    text = capsys.readouterr().out
+    assert "gone: 0 kernels" in text
+    assert "+0.0 ms" in text
+    assert main(["profile", *argv[:-1], "none.json.gz"]) == 2
+    assert "no such trace: none.json.gz" in capsys.readouterr().err
+
+
+class _Done:
+    def __init__(self, record):
+        self.record = record
+
+    def result(self):
+        return self.record

@@ -1,6 +1,7 @@
 """`wamlab profile run.json`: where the steps of a run spend their time, on every rank."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from wamlab.cli.train import configure
 from wamlab.config import replace
 from wamlab.jupyter.launch import launch
 from wamlab.measure import Record, append_jsonl
+from wamlab.trace import Event, diff_kernels, read_trace
 from wamlab.train.profile import ProfileConfig
 
 
@@ -23,11 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps timed part by part")
     parser.add_argument("--active", type=int, default=1, help="steps in the trace, at most 3")
     parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder of traces")
+    parser.add_argument("--against", type=Path, help="compare with this trace of another run")
     parser.add_argument("--record", type=Path, help="append the record to this JSONL file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile a run in fresh processes and print what it found."""
+    before = read_trace(args.against) if args.against else None  # refused before anything runs
     train = configure(argparse.Namespace(**vars(args) | {"steps": None, "out": None}))
     config = ProfileConfig(
         train=replace(train, name=args.run if train.name == "train" else train.name),
@@ -39,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.nproc or max(1, torch.cuda.device_count())
     record = launch("wamlab.train.profile:profile_run", config, ranks, monitor=False).result()
     print(summary(record))
+    if before:
+        print(difference(before, read_trace(record.extra["traces"][0])))
     if args.record:
         append_jsonl(args.record, [record])
     return 0
@@ -65,6 +71,21 @@ def summary(record: Record) -> str:
         slow, fast = ranks["slowest_rank"], ranks["fastest_rank"]
         lines.append(f"slowest rank {slow}, fastest {fast}, skew {ranks['skew']:.1%}")
     lines += [f"trace: {path}, opens at https://ui.perfetto.dev" for path in record.extra["traces"]]
+    return "\n".join(lines)
+
+
+def difference(before: Sequence[Event], after: Sequence[Event], shown: int = 5) -> str:
+    """Return what the second run's trace lacks, has anew, and runs faster or slower."""
+    found = diff_kernels(before, after)
+    lines = []
+    for kind in ("gone", "new"):
+        rows = sorted(found[kind].items(), key=lambda row: -row[1][1])
+        total = sum(ms for _, (_, ms) in rows)
+        lines.append(f"{kind}: {len(rows)} kernels, {total:.1f} ms")
+        lines += [f"  {ms:9.2f} ms {calls:>6} × {name[:80]}" for name, (calls, ms) in rows[:shown]]
+    rows = sorted(found["changed_ms"].items(), key=lambda row: -abs(row[1]))
+    lines.append(f"in both: {len(rows)} kernels, {sum(ms for _, ms in rows):+.1f} ms")
+    lines += [f"  {ms:+9.2f} ms          {name[:80]}" for name, ms in rows[:shown]]
     return "\n".join(lines)
 
 
