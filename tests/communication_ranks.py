@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toy_model import ToyLoader, ToyModel
 from trainer_ranks import CONFIG, whole
 
+from wamlab.config import ConfigError
 from wamlab.draws import Draws
 from wamlab.profiler import Marks, profile_steps
 from wamlab.trace import read_trace, split_steps
@@ -47,10 +48,10 @@ RUNS = {
 }
 
 
-def trainer(*optimizations, micro=None, loader=ToyLoader, **changes):
+def trainer(*optimizations, micro=None, loader=ToyLoader, model=None, **changes):
     entries = ({"name": "micro_batch", "size": micro}, *optimizations)
     config = dataclasses.replace(CONFIG, optimizations=entries, steps=8)
-    return Trainer(dataclasses.replace(config, **changes), ToyModel(), loader)
+    return Trainer(dataclasses.replace(config, **changes), model or ToyModel(), loader)
 
 
 def runs():
@@ -69,6 +70,29 @@ def runs():
 def accumulated():
     """Two micro-batches a step, exchanged once."""
     return trainer(SMALL, micro=2, steps=3).fit().losses, trainer(steps=3).fit().losses
+
+
+class Moving(ToyModel):
+    """Says how much its batch moves: calm and wild steps in turn."""
+
+    steps = 0
+
+    def loss(self, batch, draws):
+        self.steps += 1
+        moved = torch.tensor(float(self.steps // 2 % 2 + dist.get_rank()))
+        return {**super().loss(batch, draws), "activity": moved}
+
+
+def by_activity():
+    """The trainer's gate by what moves, and its refusal of a model that does not say."""
+    entry = {**SMALL, "wire": "topk", "gate": "activity", "start": 0.0}
+    run = trainer(entry, steps=11, model=Moving())
+    record = run.fit()
+    known = run.stepper.compression._activity.get(0)
+    try:
+        trainer(entry).step()
+    except ConfigError as error:
+        return known, record.losses, record.extra["wire_bytes_share"], str(error)
 
 
 def resumed(folder):
@@ -156,14 +180,14 @@ def nothing_is_lost():
 
 
 def waits():
-    """The wait of the whole step when rank 1 computes 250 ms longer, measured in both ways."""
+    """The wait of the whole step when rank 1 computes 500 ms longer, measured in both ways."""
     run = trainer(steps=3)
     run.fit()
     if dist.get_rank() == 1:
-        run.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.25))
+        run.model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.5))
     rehearse = run.stepper.rehearsal(run._batches, 1, 3)
     before = {n: p.detach().clone() for n, p in run.stepper.parameters.items()}
-    found = measure_wait(rehearse, device=torch.device("cpu"), repeats=3, step_ms=1.0)
+    found = measure_wait(rehearse, device=torch.device("cpu"), repeats=2, step_ms=1.0)
     after = run.stepper.parameters
     return found, all(torch.equal(before[n], after[n]) for n in before)
 
@@ -213,6 +237,7 @@ def main(folder):
         found = {
             "runs": runs(),
             "accumulated": accumulated(),
+            "by_activity": by_activity(),
             "resumed": resumed(folder / "resumed"),
             "against_torch": against_torch(),
             "nothing_is_lost": nothing_is_lost(),

@@ -19,15 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make all runs on two ranks and print the judgement."""
-    config = JudgeConfig(
-        arms=tuple(args.arms),
-        optimizers=tuple(args.optimizers),
-        seeds=tuple(range(args.seeds)),
-        steps=args.steps,
-    )
-    records = launch("wamlab.train.bench_compression:judge", config, 2, threads=1).result()
-    if args.out:
-        append_jsonl(args.out, records)
+    records = []
+    for seed in range(args.seeds):  # one run folder each: what is done is kept
+        config = JudgeConfig(
+            arms=tuple(args.arms),
+            optimizers=tuple(args.optimizers),
+            seeds=(seed,),
+            steps=args.steps,
+        )
+        found = launch("wamlab.train.bench_compression:judge", config, 2, threads=1).result()
+        records += found
+        if args.out:
+            append_jsonl(args.out, found)
     print(f"{'optimizer':<11}{'arm':<14}{'bytes':>7}{'final loss':>12}{'±':>9}  verdict")
     for row in verdicts(records):
         print(

@@ -142,7 +142,7 @@ def _run(arm: str, optimizer: str, seed: int, steps: int) -> Record:
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
 
 
