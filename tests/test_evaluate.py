@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from wamlab.__main__ import main
-from wamlab.cli.converge import RECIPES, ConvergeConfig, converge
+from wamlab.cli.converge import RECIPES, ConvergeConfig, converge, load_recipe
 from wamlab.config import ConfigError, load_json, save_json, to_dict
 from wamlab.data.corpus import Corpus, CorpusLoader
 from wamlab.data.loader import DataConfig
@@ -193,7 +193,9 @@ def test_a_corpus_that_cannot_be_used_is_refused(corpus, tmp_path):
         ToyPlayConfig(every=4)
 
 
-def test_the_recipes_are_whole():
+def test_the_recipes_are_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Path(load_recipe("toy-cpu").train.model.vae_weights).is_file()
     assert {p.stem for p in RECIPES.glob("*.json")} >= {"toy-cpu", "toy-gpu"}
     for path in RECIPES.glob("*.json"):
         config = load_json(ConvergeConfig, path)

@@ -42,15 +42,18 @@ from wamlab.evaluate.load import ACTING, QUICK, Acting
 from wamlab.evaluate.policy import ModelPolicy, PolicyConfig
 from wamlab.evaluate.toy_corpus import make_corpus
 from wamlab.measure import Record, append_jsonl, read_records, stamp, synchronize
+from wamlab.model.dit import WorldActionDiT
+from wamlab.model.frozen import seeded
 from wamlab.model.wam import WorldActionModel, latent_meta
-from wamlab.train.build import export
+from wamlab.train.build import build_model, export
 from wamlab.train.communication import training_group
 from wamlab.train.config import TrainConfig
 from wamlab.train.trainer import Trainer
 
 GOAL = 0.8  # the success rate whose time is the headline
 LOOK_SEED, LAST_SEED = 1_000_000, 2_000_000  # tables of the looks, and of the final evaluation
-RECIPES = Path(__file__).resolve().parents[1] / "evaluate" / "recipes"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "wamlab" / "evaluate" / "recipes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and evaluate each seed twice; print a line a run and append its record."""
-    recipe = RECIPES / f"{args.run}.json"
-    config = load_json(ConvergeConfig, recipe if recipe.is_file() else args.run)
+    config = load_recipe(args.run)
     changes = {"train.steps": args.steps, "workers": args.workers}
     config = replace(config, {k: v for k, v in changes.items() if v is not None})
     for seed in args.seeds:
@@ -114,6 +116,20 @@ def run(args: argparse.Namespace) -> int:
                 record = converge(config, seed=seed, which=which, out=args.out)
                 print0(line(record))
     return 0
+
+
+def load_recipe(name: str) -> ConvergeConfig:
+    """Return a recipe by its name or its file; weights of the repository are found from anywhere.
+
+    Args:
+        name: of a file in wamlab/evaluate/recipes, or the path of another one.
+    """
+    path = RECIPES / f"{name}.json"
+    config = load_json(ConvergeConfig, path if path.is_file() else name)
+    weights = config.train.model.vae_weights
+    if weights and not Path(weights).exists() and (ROOT / weights).exists():
+        config = replace(config, {"train.model.vae_weights": str(ROOT / weights)})
+    return config
 
 
 def converge(config: ConvergeConfig, *, seed: int, which: str, out: Path) -> Record:
@@ -129,7 +145,6 @@ def converge(config: ConvergeConfig, *, seed: int, which: str, out: Path) -> Rec
         The record, also appended to `out`/records.jsonl.
     """
     train = replace(config.train, name=which, seed=seed, out=None, data=None, warmup_steps=0)
-    train = replace(train, {"model.seed": seed})
     if which == "official":
         train = replace(train, optimizations=())
     key = config_hash([to_dict(config), seed, which])
@@ -187,25 +202,11 @@ def _train(
     folder: Path,
 ) -> Record:
     start = time.perf_counter()
-    trainer = Trainer(train, loader=partial(_load, corpus))
+    trainer = Trainer(train, _fresh(train, device), partial(_load, corpus))
     synchronize(device)
-    spent, first_step_s = time.perf_counter() - start, None
-    looker, curve = _Looker(config, trainer, corpus), []
-    start = time.perf_counter()
-    while trainer.step_count < train.steps:
-        trainer.step()
-        if trainer.step_count == 1:
-            synchronize(device)
-            first_step_s = time.perf_counter() - start
-        if trainer.step_count % config.evaluate_every == 0 or trainer.step_count == train.steps:
-            synchronize(device)
-            spent += time.perf_counter() - start
-            trainer.log.flush()
-            curve.append({"step": trainer.step_count, "train_s": spent, **looker.look().to_json()})
-            print0(f"{train.name} seed {train.seed}: {curve[-1]}")
-            trainer.log.restart()
-            start = time.perf_counter()
-    trainer.loader.close()
+    built_s = time.perf_counter() - start
+    looker = _Looker(config, trainer, corpus)
+    curve, first_step_s = _learn(config, trainer, looker, built_s)
     result = looker.look(final=True)
     looker.close()
     _save(trainer, looker.policy, config, folder)
@@ -223,9 +224,49 @@ def _train(
         optimizations=tuple(o.name for o in trainer.optimizations),
         first_step_s=first_step_s,
         losses=tuple(r.loss for r in trainer.log.records),
-        extra=result.to_json()
-        | {"curve": curve, "train_s": spent, "seconds_to_80": reached[0] if reached else None},
+        extra={
+            **result.to_json(),
+            "parameters": sum(p.numel() for p in trainer.stepper.parameters.values()),
+            "curve": curve,
+            "train_s": curve[-1]["train_s"],
+            "seconds_to_80": reached[0] if reached else None,
+        },
     )
+
+
+def _fresh(train: TrainConfig, device: torch.device) -> WorldActionModel:
+    """Return the model with a DiT of the run's seed; the encoders stay those of the corpus."""
+    model = build_model(train, device)
+    with seeded(train.seed), device:
+        model.dit = WorldActionDiT(model.dit.config, model.dit.options)
+    return model
+
+
+def _learn(
+    config: ConvergeConfig, trainer: Trainer, looker: "_Looker", built_s: float
+) -> tuple[list[dict[str, Any]], float]:
+    """Train to the end; return the success rate over training seconds, and the first step's."""
+    curve: list[dict[str, Any]] = []
+    train, spent, first_step_s, start = trainer.config, built_s, 0.0, time.perf_counter()
+    while trainer.step_count < train.steps:
+        trainer.step()
+        done = trainer.step_count
+        if done == 1:
+            synchronize(trainer.device)
+            first_step_s = time.perf_counter() - start
+        if done % config.evaluate_every and done < train.steps:
+            continue
+        synchronize(trainer.device)
+        spent += time.perf_counter() - start
+        trainer.log.flush()
+        point = {"step": done, "train_s": spent, **looker.look().to_json()}
+        curve.append(point)
+        where = f"{train.name} seed {train.seed} step {done}, {spent:.0f} s"
+        print0(f"{where}: loss {trainer.log.records[-1].loss:.4f}, {point['success_rate']:.0%}")
+        trainer.log.restart()
+        start = time.perf_counter()
+    trainer.loader.close()
+    return curve, first_step_s
 
 
 def _load(corpus: Corpus, data: None, *, device: torch.device, **how: Any) -> CorpusLoader:

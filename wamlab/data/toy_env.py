@@ -152,7 +152,7 @@ class ToyWorld:
         thing, plate = self.objects[0], self.plates[0]
         away = float(np.linalg.norm(thing.position[:2] - plate.position[:2]))
         rests = abs(thing.position[2] - (HALF_M + PLATE_TOP_M)) < 1e-6
-        return self.held is None and rests and away < PLATE_M
+        return bool(self.held is None and rests and away < PLATE_M)
 
     def render(self) -> dict[str, np.ndarray]:
         """Return every view of the rig, uint8 [H, W, 3] each."""

@@ -73,7 +73,7 @@ class ClosedLoopResult:
     @property
     def successes(self) -> int:
         """Episodes that reached their goal."""
-        return sum(e.success for e in self.episodes)
+        return sum(bool(e.success) for e in self.episodes)
 
     @property
     def success_rate(self) -> float:
