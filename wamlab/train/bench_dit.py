@@ -88,8 +88,7 @@ def measure_dit(case: DiTCase) -> Record:
         for p in model.parameters():  # a zero head would hide a wrong backward
             if not p.any():
                 p.normal_(std=0.02)
-    mode = "full" if case.way == "official" else case.recompute
-    plan = StepPlan(recompute=mode, compile=case.way in ("compiled", "triton"))
+    plan = _plan(case)
     wrap(model, plan, None, case.precision)
     inputs = random_inputs(config, case, dev=dev, dtype=dtype)
     weights = [torch.randn_like(out, dtype=torch.float32) for out in _outputs_like(inputs)]
@@ -119,7 +118,7 @@ def measure_dit(case: DiTCase) -> Record:
             world_size=1,
             micro_batch=case.micro_batch,
             precision=case.precision if case.float8 == "none" else "float8",
-            recompute=mode,
+            recompute=plan.recompute,
             optimizations=_names(case),
             step_ms=timing,
             samples_per_s=case.micro_batch / seconds,
@@ -161,6 +160,11 @@ def layout_of(size: str) -> Layout:
         states_per_block=config.num_state_per_block,
         window=config.window,
     )
+
+
+def _plan(case: DiTCase) -> StepPlan:
+    mode = "full" if case.way == "official" else case.recompute
+    return StepPlan(recompute=mode, compile=case.way in ("compiled", "triton"))
 
 
 def _names(case: DiTCase) -> tuple[str, ...]:
