@@ -25,7 +25,10 @@ Table = dict[str, tuple[int, float]]  # kernel -> (how often, milliseconds), as 
 
 
 def scaling(dev: torch.device, sizes_kib: Sequence[int]) -> dict[int, float]:
-    """Return the microseconds of y = 2 x over buffers of several sizes: KiB read -> time."""
+    """Return the microseconds of y = 2 x over buffers of several sizes: KiB read -> time.
+
+    The lower quartile of the repeats: whatever disturbs a call of microseconds makes it longer.
+    """
     found = {}
     for kib in sizes_kib:
         x = torch.ones(kib * 256, device=dev)
@@ -36,7 +39,7 @@ def scaling(dev: torch.device, sizes_kib: Sequence[int]) -> dict[int, float]:
             for _ in range(inner):
                 torch.mul(x, 2.0, out=y)
 
-        found[kib] = measure_ms(run, dev=dev, warmup=3, repeats=7).median / inner * 1e3
+        found[kib] = measure_ms(run, dev=dev, warmup=3, repeats=9).q25 / inner * 1e3
     return found
 
 

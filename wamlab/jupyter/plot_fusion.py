@@ -24,7 +24,7 @@ def plot_scaling(times: Mapping[int, float], ax: Axes | None = None) -> Axes:
     Returns:
         The axes, both logarithmic.
     """
-    ax = ax or plt.subplots(figsize=(7, 3.2), layout="constrained")[1]
+    ax = ax or plt.subplots(figsize=(8.6, 3.2), layout="constrained")[1]
     sizes, micros = list(times), list(times.values())
     floor, slope = min(micros), micros[-1] / sizes[-1]
     ax.axhline(floor, color="#d55e00", ls=":", label=f"starting it: {floor:.1f} µs")
@@ -36,7 +36,7 @@ def plot_scaling(times: Mapping[int, float], ax: Axes | None = None) -> Axes:
     ax.set(xscale="log", yscale="log", xlabel="KiB read", ylabel="µs a call")
     ax.set_ylim(bottom=floor / 3)
     _plain(ax.xaxis, ax.yaxis)
-    ax.legend(loc="lower right")
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return ax
 
 
