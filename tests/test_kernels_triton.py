@@ -1,6 +1,6 @@
 """The hand-written kernels equal reference, forward and every gradient, and repeat bit for bit.
 
-Without a GPU: `TRITON_INTERPRET=1 pytest tests/test_kernels_triton.py`.
+Without a GPU: `TRITON_INTERPRET=1 pytest tests/test_kernels_triton.py -m "slow or not slow"`.
 """
 
 import importlib.util
@@ -66,6 +66,7 @@ def test_forward_and_every_gradient_equal_reference(op, segment, width, dtype):
 
 
 @needs_triton
+@pytest.mark.slow  # minutes under the interpreter
 @pytest.mark.skipif(GPU, reason="tests/gpu compares the whole network there")
 def test_the_whole_network_equals_reference():
     from tiny_dit import assert_same, batch, build
