@@ -164,7 +164,7 @@ def measure_data_path(case: MotionCase) -> Record:
     blocked: dict[str, list[float]] = {arm: [] for arm in arms}
     task = TaskConfig(size=case.size, mode="parallel", jacobian="products", dynamics_frames=12)
     for arm in [*arms, *arms]:  # A B C D A B C D: a drift of the machine meets every arm
-        data = MotionData(folder=case.folder, frames=48, held_out=1, augment="device", **arms[arm])
+        data = MotionData(folder=case.folder, frames=48, held_out=0, augment="device", **arms[arm])
         record = train_motion(MotionRun(data=data, task=task, steps=case.steps, warmup_steps=2,
                                         global_batch=case.batch, device=case.device))  # fmt: skip
         times[arm].append(record.step_ms.median)
