@@ -1,5 +1,6 @@
 """From a training run to a verdict: converge leaves a run, evaluate lets it act."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_both_ways_learn_the_same_and_leave_records(proof):
     np.testing.assert_allclose(official.losses, optimised.losses, rtol=1e-4)
     for record in (official, optimised):
         assert record.scope == "closed_loop"
-        assert record.encoders == "cached_latents"
+        assert record.encoders == "cached"
         assert record.extra["seed"] == 1
         assert [point["step"] for point in record.extra["curve"]] == [2, 3]
         assert record.extra["episodes"] == 2
@@ -184,9 +185,9 @@ def test_a_corpus_that_cannot_be_used_is_refused(corpus, tmp_path):
         Corpus.load(tmp_path)
     less = {n: t for n, t in corpus.tensors.items() if n != "clip_feature"}
     with pytest.raises(DatasetError, match="clip_feature missing"):
-        Corpus(less, corpus.prompts, corpus.codec, {})
+        Corpus(less, corpus.prompts, corpus.words, corpus.codec, {})
     with pytest.raises(DatasetError, match="as many rows each"):
-        Corpus(corpus.tensors | {"state": torch.zeros(1)}, corpus.prompts, corpus.codec, {})
+        dataclasses.replace(corpus, tensors=corpus.tensors | {"state": torch.zeros(1)})
     with pytest.raises(ConfigError, match="must be a multiple of 2 ranks times micro_batch 3"):
         CorpusLoader(corpus, global_batch=8, micro_batch=3, seed=0, world_size=2)
     with pytest.raises(ConfigError, match="every must be a multiple of the 3 steps"):

@@ -1,10 +1,11 @@
 """`wamlab converge`: the same learning in less time, shown on the toy world.
 
 One model is trained from the same seeds, on the same samples with the same noise, by `official` and
-by the optimised configuration. Every so many steps the clock is stopped and the model acts. What
-comes out is one record of scope `closed_loop` a seed and a configuration: losses, success over
-training seconds, the seconds to 80 %, and the success of the trained model over many episodes.
-Seeds may be run on different days: records are appended, and each names its seed.
+by the optimised configuration; both read latents and prompts that were encoded beforehand. Every so
+many steps the clock is stopped and the model acts. What comes out is one record of scope
+`closed_loop` a seed and a configuration: losses, success over training seconds, the seconds to
+80 %, and the success of the trained model over many episodes. Seeds may be run on different days:
+records are appended, and each names its seed.
 """
 
 import argparse
@@ -65,6 +66,8 @@ class ConvergeConfig:
         play: the training data.
         train: the optimised run; its steps, batch and learning rate are those of `official` too.
             `train.data` is not read.
+        official: what the official run is given; the public code, too, sets the samples that a
+            device computes at once.
         policy: how the model acts.
         execute: steps of a chunk carried out before the next.
         evaluate_every: optimizer steps between two looks at the success rate.
@@ -77,6 +80,7 @@ class ConvergeConfig:
     name: str
     play: ToyPlayConfig = dataclasses.field(default_factory=ToyPlayConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    official: tuple[str | dict[str, Any], ...] = ()
     policy: PolicyConfig = dataclasses.field(default_factory=lambda: PolicyConfig(context_chunks=1))
     execute: int | None = None
     evaluate_every: int = 200
@@ -146,7 +150,7 @@ def converge(config: ConvergeConfig, *, seed: int, which: str, out: Path) -> Rec
     """
     train = replace(config.train, name=which, seed=seed, out=None, data=None, warmup_steps=0)
     if which == "official":
-        train = replace(train, optimizations=())
+        train = replace(train, optimizations=config.official)
     key = config_hash([to_dict(config), seed, which])
     kept = _kept(out, key)
     if kept:
@@ -155,7 +159,7 @@ def converge(config: ConvergeConfig, *, seed: int, which: str, out: Path) -> Rec
     with training_group(device, train.timeout_s):
         corpus = open_corpus(config, device, out).to(device)
         result = _train(config, train, corpus, device=device, folder=out / f"{which}_{seed}")
-    record = stamp(replace(result, {"data": "toy corpus", "encoders": "cached_latents"}))
+    record = stamp(replace(result, {"data": "toy corpus", "encoders": "cached"}))
     record = replace(record, extra=record.extra | {"seed": seed, "recipe": config.name, "key": key})
     append_jsonl(out / "records.jsonl", [record])
     return record

@@ -24,6 +24,7 @@ from wamlab.data.metadata import DatasetError
 from wamlab.data.sampler import Sampler, Strategy
 from wamlab.data.toy_play import robot_of
 
+WORDS = ("prompt_embedding", "prompt_length")
 LABELS = ("episode", "prompt")  # read on the host
 NEEDED = ("latents", "clip_feature", "state", "action", *LABELS)
 
@@ -37,19 +38,22 @@ class Corpus:
             f32 [N, K, 64] and `action` f32 [N, K*H, 32] as the model sees them; `episode` int64
             [N], not falling; `prompt` int64 [N].
         prompts: the full prompts that `prompt` counts.
+        words: `prompt_embedding` [P, L, D] and `prompt_length` int64 [P] of them.
         codec: the robot and its statistics.
         meta: what else was noted about how it was made.
     """
 
     tensors: dict[str, Tensor]
     prompts: tuple[str, ...]
+    words: dict[str, Tensor]
     codec: Codec
     meta: dict[str, Any]
 
     def __post_init__(self) -> None:
-        missing = [name for name in NEEDED if name not in self.tensors]
+        needed, there = (*NEEDED, *WORDS), {**self.tensors, **self.words}
+        missing = [name for name in needed if name not in there]
         if missing:
-            raise DatasetError(f"a corpus needs {', '.join(NEEDED)}; {', '.join(missing)} missing")
+            raise DatasetError(f"a corpus needs {', '.join(needed)}; {', '.join(missing)} missing")
         lengths = {name: len(t) for name, t in self.tensors.items()}
         if len(set(lengths.values())) > 1:
             raise DatasetError(f"the tensors of a corpus have as many rows each, got {lengths}")
@@ -67,26 +71,29 @@ class Corpus:
     def to(self, device: torch.device | str) -> "Corpus":
         """Return the corpus with what the model reads on a device."""
         moved = {n: t if n in LABELS else t.to(device) for n, t in self.tensors.items()}
-        return replace(self, tensors=moved)
+        embedding = self.words["prompt_embedding"].to(device)
+        return replace(self, tensors=moved, words={**self.words, "prompt_embedding": embedding})
 
     def batch(self, ids: np.ndarray) -> dict[str, Any]:
         """Return samples, int64 [B], as a model's `encode` takes them, where the corpus lies."""
         device = self.tensors["latents"].device
         rows_B = torch.from_numpy(ids).to(device)
         rows = {n: t[rows_B] for n, t in self.tensors.items() if n not in LABELS}
+        prompt_B = self.tensors["prompt"][ids]
         state_mask, action_mask = (torch.from_numpy(m).to(device) for m in self.codec.masks())
         return rows | {
             "state_mask": state_mask.expand(rows["state"].shape),
             "action_mask": action_mask.expand(rows["action"].shape),
             "has_real_action": torch.ones_like(rows_B, dtype=torch.bool),
-            "prompt": [self.prompts[i] for i in self.tensors["prompt"][ids].tolist()],
+            "prompt_embedding": self.words["prompt_embedding"][prompt_B.to(device)],
+            "prompt_length": self.words["prompt_length"][prompt_B],  # on the host, as encoded
             "sample_id": rows_B,
         }
 
     def save(self, folder: Path) -> None:
         """Write the corpus; the json, without which there is none, last."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {n: t.contiguous() for n, t in self.tensors.items()}
+        tensors = {n: t.contiguous() for n, t in {**self.tensors, **self.words}.items()}
         save_file(tensors, folder / "corpus.safetensors")
         robot = self.codec.embodiment
         values = {"embodiment": robot.name, "blocks": robot.blocks, "prompts": self.prompts}
@@ -107,7 +114,8 @@ class Corpus:
         robot = robot_of(values["embodiment"], values["blocks"])
         codec = Codec.from_json(robot, values["statistics"])
         tensors = load_file(folder / "corpus.safetensors")
-        return cls(tensors, tuple(values["prompts"]), codec, values["meta"])
+        words = {name: tensors.pop(name) for name in WORDS if name in tensors}
+        return cls(tensors, tuple(values["prompts"]), words, codec, values["meta"])
 
 
 class CorpusLoader:

@@ -19,7 +19,7 @@ from wamlab.data.embodiment import FRAMES_PER_BLOCK, Embodiment
 from wamlab.data.normalize import Statistics, relative_rows
 from wamlab.data.toy_play import Play, ToyPlayConfig, play
 from wamlab.draws import Draws
-from wamlab.model.wam import WorldActionModel
+from wamlab.model.wam import WorldActionModel, latent_meta
 
 
 def make_corpus(
@@ -51,20 +51,10 @@ def make_corpus(
     prompts = tuple(dict.fromkeys(robot.prompt_text(p.task) for p, _ in plays))
     tensors = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
     tensors |= _numbers(codec, plays, prompts)
-    return Corpus(
-        tensors, prompts, codec, {"made_by": to_dict(config), "encoders": model_name(model)}
-    )
-
-
-def model_name(model: WorldActionModel) -> dict[str, str]:
-    """Return what a corpus must share with the model that is trained on it."""
-    config = model.config
-    sizes = config.encoders
-    return {
-        "vae": f"{sizes.vae} {config.vae_weights or 'random'}",
-        "image": f"{sizes.image} {config.image_weights or 'random'}",
-        "target_hw": str(sizes.target_hw),
-    }
+    some = {"latents": tensors["latents"][:1].to(device), "prompt": list(prompts)}
+    words = {n: t.cpu() for n, t in model.encode(some).items() if n != "latents"}
+    meta = {"made_by": to_dict(config), "encoders": latent_meta(model.config)}
+    return Corpus(tensors, prompts, words, codec, meta)
 
 
 def _plays(config: ToyPlayConfig, workers: int) -> Iterator[Play]:
