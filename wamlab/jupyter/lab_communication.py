@@ -47,7 +47,7 @@ def timelines(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timeline(reader: str, balanced: bool = False) -> dict[str, Any]:
-    case = CommCase(name=reader, micro_batch=4, steps=2, warmup_steps=1, wait_steps=0)
+    case = CommCase(name=reader, layers=1, micro_batch=4, steps=2, warmup_steps=1, wait_steps=0)
     trainer = build(case, CPU, seconds=READERS[reader], balanced=balanced)
     trainer.step()
     trainer.stepper.clock = Marks()

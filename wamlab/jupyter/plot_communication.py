@@ -68,7 +68,7 @@ def plot_waits(records: Sequence[Record], ax: Axes | None = None) -> Axes:
         sent = record.extra.get("wire_bytes_share")
         text = f"{share:.0f} %   {record.step_ms.median:.0f} ms a step"
         text += f"   {sent:.0%} of the bytes" if sent is not None else ""
-        ax.text(max(share, ablation) + 1.5, y, text, va="center", fontsize=9, color=INK)
+        ax.text(max(share, ablation) + 3, y, text, va="center", fontsize=9, color=INK)
     ax.set_yticks(range(len(records)), [r.name for r in records])
     ax.invert_yaxis()
     ax.set_xlim(0, 135)
@@ -93,7 +93,7 @@ def plot_meshes(machines: Mapping[str, tuple[Sequence[Sequence[float]], MeshPlan
     axes = [axes] if len(machines) == 1 else list(axes)
     for ax, (name, (links, plan)) in zip(axes, machines.items()):
         order = [rank for group in plan.groups for rank in group]
-        ax.imshow([[links[a][b] for b in order] for a in order], cmap="Blues")
+        ax.imshow([[links[a][b] for b in order] for a in order], cmap="Blues", vmin=0)
         start = 0
         for group in plan.groups:
             corner = (start - 0.5, start - 0.5)
@@ -103,7 +103,8 @@ def plot_meshes(machines: Mapping[str, tuple[Sequence[Sequence[float]], MeshPlan
         ax.set_xticks(range(len(order)), order)
         ax.set_yticks(range(len(order)), order)
         ax.tick_params(length=0, labelsize=7)
-        ax.set_title(f"{name}\n{plan.replicate} × {plan.shard}", fontsize=10)
+        copies = "1 copy" if plan.replicate == 1 else f"{plan.replicate} copies"
+        ax.set_title(f"{name}\n{copies}, {plan.shard} shards each", fontsize=10)
         ax.set_xlabel("rank")
     return axes
 
