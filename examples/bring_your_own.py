@@ -18,7 +18,7 @@ from wamlab.train.config import TrainConfig
 from wamlab.train.profile import profile_trainer
 from wamlab.train.trainer import Trainer
 
-SAMPLES = Path(__file__).resolve().parents[1] / "data_samples" / "libero_mini"
+SAMPLES = Path(__file__).resolve().parents[1] / "data_samples" / "droid_mini"
 
 
 class Guest(Cloner):
@@ -56,10 +56,10 @@ def profile(config):
 BASE = TrainConfig(
     name="guest",
     model=None,
-    data=DataConfig(root=str(SAMPLES), embodiment="libero"),
+    data=DataConfig(root=str(SAMPLES), embodiment="toy"),
     global_batch=2,
-    steps=6,
-    parts_steps=2,
+    steps=5,
+    parts_steps=1,
     log_every=1,
 )
 YOURS = ({"name": "recompute", "mode": "none"}, "micro_batch")  # a plain loop over whole batches

@@ -21,8 +21,8 @@ class Cloner(nn.Module):
     def __init__(
         self,
         width: int = 192,
-        depth: int = 6,
-        horizon: int = 16,
+        depth: int = 4,
+        horizon: int = 24,
         state_width: int = 64,
         action_width: int = 32,
     ) -> None:

@@ -29,8 +29,8 @@ def test_the_guests_loss_does_not_depend_on_how_the_batch_is_cut(example):
     batch = {
         "video": torch.randint(0, 256, (4, 33, 32, 64, 3), dtype=torch.uint8),
         "state": torch.randn(4, 4, 64),
-        "action": torch.randn(4, 64, 32) * (torch.arange(32) < 7),
-        "action_mask": (torch.arange(32) < 7).expand(4, 64, 32),
+        "action": torch.randn(4, 96, 32) * (torch.arange(32) < 8),
+        "action_mask": (torch.arange(32) < 8).expand(4, 96, 32),
     }
     draws = Draws(0, 0, torch.arange(4))
     whole = guest.loss(batch, draws)["loss"]

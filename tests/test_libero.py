@@ -99,19 +99,16 @@ def test_a_policy_for_another_robot_is_refused(tmp_path):
 
 @pytest.mark.skipif(not PYTHON, reason="WAMLAB_LIBERO_PYTHON: no environment with the simulator")
 def test_the_first_spatial_task_is_reset_stepped_and_rendered(tmp_path):
-    policy = Still()
-    found = evaluate_libero(policy, PYTHON, tmp_path / "out", episodes=1, steps=48)
+    policy, cheap = Still(), {"side": 128, "shadows": 0}
+    found = evaluate_libero(policy, PYTHON, tmp_path / "out", episodes=1, steps=32, **cheap)
     (episode,) = found.episodes
-    assert (episode.task, episode.steps, episode.success) == (TASK, 48, False)
-    first, second, third = policy.seen
-    assert [o["views"]["image"].shape for o in policy.seen] == [
-        (1, 256, 256, 3),
-        (8, 256, 256, 3),
-        (8, 256, 256, 3),
-    ]
+    assert (episode.task, episode.steps, episode.success) == (TASK, 32, False)
+    first, second = policy.seen
+    assert first["views"]["image"].shape == (1, 128, 128, 3)
+    assert second["views"]["wrist_image"].shape == (8, 128, 128, 3)
     assert first["prompt"] == TASK
     assert all(v.std() > 20 for v in first["views"].values())  # something is to be seen
-    np.testing.assert_allclose(first["state"], third["state"], atol=0.05)  # zeros hold the arm
-    assert 0.5 < abs(first["state"][2]) < 1.5  # the hand's height in metres
+    np.testing.assert_allclose(first["state"], second["state"], atol=0.05)  # zeros hold the arm
+    assert 1.0 < first["state"][2] < 1.4  # the hand's height in metres
     assert abs(abs(first["state"][3]) - np.pi) < 0.2  # and it points down
-    assert (second["views"]["image"][-1] == third["views"]["image"][0]).mean() > 0.5
+    assert (tmp_path / "out/episode_000.mp4").stat().st_size > 1000
