@@ -47,3 +47,46 @@ def test_only_the_large_linears_change_and_the_loss_stays_near(recipe):
     after.backward()
     assert 0 < abs(after - before) / before < 5e-2
     assert all(p.grad.isfinite().all() for p in model.blocks()[0].parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+def test_500_steps_learn_as_in_float32():
+    """The loss parity that any speed of float8 stands on, on a small network, emulated."""
+    exact, rounded = _losses(None), _losses("tensorwise")
+    assert exact[-50:].mean() < 0.5 * exact[:50].mean()  # something was learned
+    for part in range(0, 500, 50):
+        a, b = exact[part : part + 50].mean(), rounded[part : part + 50].mean()
+        assert abs(a - b) < 0.05 * a, (part, a, b)
+
+
+def _losses(recipe, steps=500):
+    from tiny_dit import batch, build
+
+    from wamlab.model.dit import ModelOptions
+
+    torch.set_num_threads(1)
+    dit = build(ModelOptions(impl="reference", attention="dense"))
+    if recipe:
+        convert(dit.blocks(), recipe, emulate=True)
+    optimizer = torch.optim.AdamW(dit.parameters(), lr=1e-3)
+    given, losses = batch(), []
+    for step in range(steps):
+        draws = Draws(3, step, torch.arange(2))
+        shape, actions = given["x"].shape[1:], given["action"].shape[1:]
+        noise, tremor = draws.normal("noise", shape), draws.normal("tremor", actions)
+        level = draws.uniform("level", ())
+        time = (1000 * level)[:, None].expand(2, given["timestep"].shape[1])
+        video, action = dit(**given | {
+            "x": torch.lerp(given["x"], noise, level[:, None, None, None, None]),
+            "action": torch.lerp(given["action"], tremor, level[:, None, None]),
+            "timestep": time,
+            "timestep_action": time[:, :1].expand_as(given["timestep_action"]),
+        })  # fmt: skip
+        loss = (video - (noise - given["x"])).square().mean()
+        loss = loss + (action - (tremor - given["action"])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)

@@ -33,7 +33,7 @@ def scaling(dev: torch.device, sizes_kib: Sequence[int]) -> dict[int, float]:
     for kib in sizes_kib:
         x = torch.ones(kib * 256, device=dev)
         y = torch.empty_like(x)  # a fresh one would be mapped page by page
-        inner = max(1, 4096 // kib)  # many calls to one timing: the clock costs too
+        inner = max(1, min(200, 4096 // kib))  # to one reading of the clock, which costs too
 
         def run(x: Tensor = x, y: Tensor = y, inner: int = inner) -> None:
             for _ in range(inner):
