@@ -148,10 +148,10 @@ def rollout(args: argparse.Namespace, world: World) -> None:
         while len(rows) < args.steps and not solved:
             actions = policy.infer(request(recent, world.task, f"{args.task}-{number}"))["actions"]
             recent, actions = [], actions[: args.steps - len(rows)]
-            for number, action in enumerate(actions, 1):
+            for step, action in enumerate(actions, 1):
                 rows.append(observation(seen) | {"actions": action})
                 seen, solved = world.step(action)
-                if solved or number % FRAME_EVERY == 0 or number == len(actions):
+                if solved or step % FRAME_EVERY == 0 or step == len(actions):
                     recent.append(observation(seen))
                 if solved:
                     break
