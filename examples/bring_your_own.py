@@ -5,6 +5,7 @@ python examples/bring_your_own.py        # notebook 09 walks through it
 
 from pathlib import Path
 
+import torch
 from cloner import Cloner
 from torch.nn.functional import mse_loss
 
@@ -44,6 +45,7 @@ class Guest(Cloner):
 def train(config):
     """Train on this rank: what a row of the ladder runs."""
     with training_group(device(config.device), config.timeout_s):
+        torch.manual_seed(config.seed)  # every row and every rank starts from the same weights
         return Trainer(config, Guest()).fit()
 
 
