@@ -54,7 +54,7 @@ def test_only_the_large_linears_change_and_the_loss_stays_near(recipe):
 def test_500_steps_learn_as_in_float32():
     """The loss parity that any speed of float8 stands on, on a small network, emulated."""
     exact, rounded = _losses(None), _losses("tensorwise")
-    assert exact[-50:].mean() < 0.5 * exact[:50].mean()  # something was learned
+    assert exact[-50:].mean() < 0.6 * exact[:50].mean()  # something was learned
     for part in range(0, 500, 50):
         a, b = exact[part : part + 50].mean(), rounded[part : part + 50].mean()
         assert abs(a - b) < 0.05 * a, (part, a, b)
