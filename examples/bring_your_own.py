@@ -60,7 +60,8 @@ BASE = TrainConfig(
     model=None,
     data=DataConfig(root=str(SAMPLES), embodiment="toy"),
     global_batch=2,
-    steps=5,
+    steps=4,
+    warmup_steps=1,
     parts_steps=1,
     log_every=1,
 )
