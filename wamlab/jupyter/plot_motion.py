@@ -150,7 +150,11 @@ def plot_times(times_ms: Mapping[str, float], title: str) -> Axes:
         text = " ".join(f"{x:,.0f}{u}" if x >= 100 else f"{x:.3g}{u}"
                         for x, u in ((time, " ms  "), (ratio, "×")))  # fmt: skip
         ax.text(time * 1.08, y, text, va="center", color=INK)
-    ax.set(xscale="log", xlabel="ms, logarithmic", xlim=(None, 12 * max(times_ms.values())))
+    ax.set(
+        xscale="log",
+        xlabel="ms, logarithmic",
+        xlim=(min(times_ms.values()) / 3, 12 * max(times_ms.values())),
+    )
     ax.set_yticks(range(len(times_ms)), list(times_ms))
     ax.set_ylim(len(times_ms) - 0.4, -0.6)
     ax.set_title(title)
@@ -181,6 +185,7 @@ def plot_errors(records: Sequence[Record], line_cm: float = 2.3) -> Axes:
         ax.barh(y, error, height=0.62, color="#0072b2")
         ax.plot([hold, hold], [y - 0.4, y + 0.4], color=INK, lw=2)
         ax.text(max(error, hold) * 1.02, y, f"{error:.1f} cm", va="center")
+    ax.set_xlim(0, 1.15 * ax.get_xlim()[1])
     ax.plot([], [], color=INK, lw=2, label="standing still")
     ax.axvline(line_cm, color="#d55e00", ls="--", label=f"the article's {line_cm} cm")
     ax.set_yticks(range(len(shown)), [r.name for r in shown])
