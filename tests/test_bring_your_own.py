@@ -15,7 +15,7 @@ from wamlab.train.optimizations import build_optimizations
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks" / "bring_your_own"))
     import bring_your_own
 
     yield bring_your_own

@@ -78,6 +78,7 @@ def test_without_hosts_the_bench_says_why(monkeypatch, capsys):
     assert printed.count("skipped: network namespaces need root") == len(slow_link.ARMS)
 
 
+@pytest.mark.slow
 def test_a_slow_link_waits_and_low_rank_takes_the_wait_away(possible, tmp_path):
     """From at least 30 % of the step to less than half of that, on a busy machine too."""
     names = (slow_link.BASELINE, "low rank 1")
@@ -126,6 +127,7 @@ def wait_for_checkpoint(folder, seconds=60):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_dead_host_ends_the_job_and_is_named(possible, tmp_path):
     with hosts.linked_hosts() as pair, running(pair, tmp_path) as (a, b):
         wait_for_checkpoint(tmp_path)

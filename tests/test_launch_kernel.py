@@ -130,7 +130,7 @@ def test_nothing_outlives_its_kernel(tmp_path, way):
 
 @pytest.mark.slow
 def test_a_notebook_with_a_run_passes_nbval_twice(tmp_path):
-    """D15: the monitor's output, which differs from run to run, does not break the notebook test."""
+    """D15: the output of the monitor, other in every run, does not break the notebook test."""
     config = {"steps": 10, "pause": 0.05}
     cells = (
         "from wamlab.jupyter.launch import launch",

@@ -1,6 +1,6 @@
 """A model that is not wamlab's, through profile, three dimensions and report, in thirty lines.
 
-python examples/bring_your_own.py        # notebook 09 walks through it
+python notebooks/bring_your_own/bring_your_own.py        # notebook 09 walks through it
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from wamlab.train.config import TrainConfig
 from wamlab.train.profile import profile_trainer
 from wamlab.train.trainer import Trainer
 
-SAMPLES = Path(__file__).resolve().parents[1] / "data_samples" / "droid_mini"
+SAMPLES = Path(__file__).resolve().parents[2] / "data_samples" / "droid_mini"
 
 
 class Guest(Cloner):
