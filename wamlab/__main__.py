@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train", "train from one JSON file, on one process or under torchrun"),
     "ladder": ("ladder", "run a ladder file, each row in a fresh process"),
     "report": ("report", "tables and plots from record files"),
-    "bench": ("bench", "time one part alone: decode, encode, augment or dit"),
+    "bench": ("bench", "time one part alone: decoding, encoders, augmentation, the DiT and more"),
     "profile": ("profile", "where the steps of a run spend their time, on every rank"),
     "check": ("check", "find every fault of a data set in one pass"),
     "transcode": ("transcode", "re-encode a data set's videos for training"),

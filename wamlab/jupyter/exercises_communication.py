@@ -96,9 +96,9 @@ EXERCISES: dict[str, Exercise] = {
         ),
     ),
     "error-feedback": Exercise(
-        task="feedback(gradient, error, keep): [sent, new_error] of one step that sends the `keep` "
-        "largest entries (by magnitude, zeros elsewhere) of what has to be sent, and remembers the "
-        "rest.",
+        task="error_feedback(gradient, error, keep): [sent, new_error] of a step that sends `keep` "
+        "entries, the largest in magnitude (others zero), of what has to be sent, and holds the "
+        "rest back.",
         spec=_feedback,
         inputs=_gradients,
         hints=(

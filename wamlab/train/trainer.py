@@ -6,6 +6,7 @@ depend on how the batch is split over micro-batches and ranks.
 """
 
 import contextlib
+import gc
 import importlib
 import time
 from collections.abc import Mapping
@@ -146,6 +147,7 @@ class Trainer:
         self._start = time.perf_counter()
         self.first_step_s, self._graphs, self._clock = None, 0, None
         with contextlib.ExitStack() as stack:
+            stack.callback(gc.unfreeze)
             stack.callback(self.loader.close)
             if self.checkpoints:
                 stack.callback(self.checkpoints.close)
@@ -181,6 +183,8 @@ class Trainer:
         if self.first_step_s is None:
             synchronize(self.device)
             self.first_step_s = time.perf_counter() - self._start
+            gc.collect()
+            gc.freeze()  # a compiler leaves millions of objects that live as long as the run
         if done == self.first_step + config.warmup_steps:
             synchronize(self.device)
             reset_peak(self.device)
