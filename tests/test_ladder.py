@@ -116,6 +116,11 @@ def test_leave_one_out():
     assert rows[3].dimension == "parallel"
 
 
+def test_threads_alone_reach_the_cumulative_rows():
+    rows = expand([Row(name="a"), Row(name="b", threads=1), Row(name="c")], "cumulative")
+    assert [(r.nproc, r.threads) for r in rows] == [(None, None), (None, 1), (None, 1)]
+
+
 @pytest.mark.parametrize(
     ("rows", "mode", "message"),
     [

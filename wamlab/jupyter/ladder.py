@@ -118,13 +118,16 @@ def _join(parts: Sequence[Row], name: str) -> Row:
     """Return one row that does what all parts do; ranks and threads are those set last."""
     if not parts:
         return Row(name=name)
-    nproc = [(p.nproc, p.threads) for p in parts if p.nproc is not None] or [(None, None)]
+    nproc = threads = None
+    for part in parts:
+        if part.nproc is not None or part.threads is not None:
+            nproc, threads = part.nproc or nproc, part.threads
     return Row(
         name=name,
         dimension=parts[-1].dimension,
         optimizations=tuple(o for p in parts for o in p.optimizations),
-        nproc=nproc[-1][0],
-        threads=nproc[-1][1],
+        nproc=nproc,
+        threads=threads,
         tolerance=max(p.tolerance for p in parts),
         changes={k: v for p in parts for k, v in p.changes.items()},
     )
