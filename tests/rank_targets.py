@@ -56,8 +56,12 @@ def fail(config: dict) -> None:
 
 def collide(config: dict) -> None:
     """Rank 1 raises in gloo's words before rank 0, the true cause, raises its own error."""
+    ready = Path(os.environ["WAMLAB_RUN"], "ready")
     if RANK == 1:
+        while not ready.exists():  # on a busy machine ranks start seconds apart
+            time.sleep(0.001)
         raise RuntimeError("[gloo] Connection closed by peer")
+    ready.touch()
     time.sleep(0.05)
     raise ValueError("the cause")
 

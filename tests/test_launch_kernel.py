@@ -137,7 +137,8 @@ def test_a_notebook_with_a_run_passes_nbval_twice(tmp_path):
         f"job = launch('rank_targets:train', {config}, 2, out={str(tmp_path / 'run')!r})",
         "# NBVAL_CHECK_OUTPUT\nprint(job.result())",
     )
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    numbered = [nbformat.v4.new_code_cell(c, execution_count=i) for i, c in enumerate(cells, 1)]
+    made = nbformat.v4.new_notebook(cells=numbered)
     printed = nbformat.v4.new_output("stream", name="stdout", text="{'steps': 10}\n")
     made.cells[-1].outputs = [printed]
     nbformat.write(made, tmp_path / "run.ipynb")
