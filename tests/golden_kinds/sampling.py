@@ -55,6 +55,7 @@ def rollout_cases(golden: Golden) -> list:
 def check_rollout(golden: Golden, run: Run, compiler: str | None) -> None:
     dit = build(golden, golden.sibling(golden.sidecar["weights_from"]), run)
     if compiler:  # one block: each of the four calls is a graph of its own, as the cache grows
+        torch.compiler.reset()
         first = dit.blocks[0]
         how = {"backend": compiler, "fullgraph": True, "dynamic": False}
         first.forward = torch.compile(first.forward, **how)
