@@ -13,6 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+)
 
 from wamlab.train.compression import HALF
 from wamlab.train.optimizations import Fsdp2
@@ -20,9 +25,8 @@ from wamlab.train.optimizations import Fsdp2
 CHUNK = 256  # values that share one float32 scale: 1.6 % more bytes
 LARGEST = 448.0  # of float8 e4m3
 
-# renamed in torch 2.13, where the old names warn
+# renamed in torch 2.13, where the old name warns
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,29 +67,7 @@ def unpack(packed: Tensor, kind: str, count: int) -> Tensor:
     return from_float8(small, scales, count)
 
 
-class _Plain:
-    """Buffers from torch's own allocator."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(_Plain, AllGather):
-    """FSDP2's own all-gather."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather the ranks' parts into `output_tensor`."""
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class CutGather(_Plain, AllGather):
+class CutGather(DefaultAllocMixin, AllGather):
     """Copies this rank's part into every other's place."""
 
     def __call__(
@@ -101,7 +83,7 @@ class CutGather(_Plain, AllGather):
                 part.copy_(input_tensor)
 
 
-class Float8Gather(_Plain, AllGather):
+class Float8Gather(DefaultAllocMixin, AllGather):
     """Gathers float8 weights of one FSDP module.
 
     All gathers of a step send the same bytes: forward, backward and every micro-batch must see the
@@ -139,22 +121,7 @@ class Float8Gather(_Plain, AllGather):
         output_tensor.copy_(whole.reshape(-1))
 
 
-class Scatter(_Plain, ReduceScatter):
-    """FSDP2's own reduce-scatter."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Leave this rank's part of the reduced gradients in `output_tensor`."""
-        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-
-
-class CutScatter(_Plain, ReduceScatter):
+class CutScatter(DefaultAllocMixin, ReduceScatter):
     """Keeps this rank's part of its own gradients."""
 
     def __call__(
@@ -169,7 +136,7 @@ class CutScatter(_Plain, ReduceScatter):
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
-class PackedScatter(_Plain, ReduceScatter):
+class PackedScatter(DefaultAllocMixin, ReduceScatter):
     """Sends each part in fewer bytes to its owner, which adds them up in float32.
 
     A reduce-scatter in bf16 also rounds every partial sum on its way; here only what travels is
@@ -227,10 +194,12 @@ class Wires:
 
     def __init__(self, modules: Sequence[nn.Module], config: Fsdp2, mesh: DeviceMesh) -> None:
         self.modules, self.config = list(modules), config
-        self.gathers: list[AllGather] = [Gather() for _ in modules]
+        self.gathers: list[AllGather] = [DefaultAllGather() for _ in modules]
         if config.gather == "float8":
             self.gathers = [Float8Gather() for _ in modules]
-        self.scatter = Scatter() if config.scatter == "same" else PackedScatter(config.scatter)
+        self.scatter: ReduceScatter = DefaultReduceScatter()
+        if config.scatter != "same":
+            self.scatter = PackedScatter(config.scatter)
         self.means: list[Callable[[Tensor], None]] = []
         if config.between != "same":
             group = mesh.get_group("replicate")
