@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wamlab.config import ConfigError, save_json
+from wamlab.config import save_json
 from wamlab.data.codec import Codec
 from wamlab.data.metadata import DatasetError
-from wamlab.data.sampler import Sampler, Strategy
+from wamlab.data.sampler import Sampler, Strategy, share_of
 from wamlab.data.toy_play import robot_of
 
 WORDS = ("prompt_embedding", "prompt_length")
@@ -139,12 +139,7 @@ class CorpusLoader:
         start_step: int = 0,
         strategy: str | Strategy = "step",
     ) -> None:
-        share, rest = divmod(global_batch, world_size)
-        if rest or share % micro_batch:
-            raise ConfigError(
-                f"global_batch {global_batch} must be a multiple of {world_size} ranks times "
-                f"micro_batch {micro_batch}"
-            )
+        share = share_of(global_batch, micro_batch, world_size)
         self.corpus, self.global_batch, self.micro_batch = corpus, global_batch, micro_batch
         self.sampler = Sampler(corpus, seed=seed, strategy=strategy)
         self.wait_s = 0.0

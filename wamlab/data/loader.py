@@ -24,7 +24,7 @@ from wamlab.config import ConfigError, UserError, to_dict
 from wamlab.data.augment import Augment, augment_cpu
 from wamlab.data.data_config import GPU_DECODERS, DataConfig, embodiment_of, open_data
 from wamlab.data.metadata import DatasetError
-from wamlab.data.sampler import Sampler
+from wamlab.data.sampler import Sampler, share_of
 from wamlab.data.windows import Mixture, WindowDataset
 from wamlab.draws import Draws
 
@@ -286,12 +286,7 @@ class Loader:
         device: torch.device | str = "cpu",
         start_step: int = 0,
     ) -> None:
-        share, rest = divmod(global_batch, world_size)
-        if rest or micro_batch < 1 or share % micro_batch:
-            raise ConfigError(
-                f"global_batch {global_batch} must be a multiple of {world_size} ranks times "
-                f"micro_batch {micro_batch}"
-            )
+        share = share_of(global_batch, micro_batch, world_size)
         self.config, self.seed, self.device = config, seed, torch.device(device)
         self._share = _Share(global_batch, micro_batch, share, rank)
         decode_to = self.device if config.decoder in GPU_DECODERS else "cpu"

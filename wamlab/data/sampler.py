@@ -27,6 +27,21 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 )
 
 
+def share_of(global_batch: int, micro_batch: int, world_size: int) -> int:
+    """Return how many samples of a step a rank takes, a multiple of `micro_batch`.
+
+    Raises:
+        ConfigError: the batch sizes do not divide.
+    """
+    share, rest = divmod(global_batch, world_size)
+    if rest or micro_batch < 1 or share % micro_batch:
+        raise ConfigError(
+            f"global_batch {global_batch} must be a multiple of {world_size} ranks times "
+            f"micro_batch {micro_batch}"
+        )
+    return share
+
+
 def mix(*values: np.ndarray | int) -> np.ndarray:
     """Return 64 random bits that depend on all the values (SplitMix64's finaliser), uint64."""
     with np.errstate(over="ignore"):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wamlab.config import ConfigError
-from wamlab.data.sampler import permuted
+from wamlab.data.sampler import permuted, share_of
 from wamlab.draws import Draws
 from wamlab.motion.augment import AugmentConfig, Window, augment
 from wamlab.motion.windows import Windows, bvh_files
@@ -88,9 +88,8 @@ class MotionLoader:
     ) -> None:
         self.data, self.amounts, self.windows = data, amounts, windows
         self.batch, self.micro, self.seed = global_batch, micro_batch, seed
-        self.share = slice(
-            rank * global_batch // world_size, (rank + 1) * global_batch // world_size
-        )
+        share = share_of(global_batch, micro_batch, world_size)
+        self.share = slice(rank * share, (rank + 1) * share)
         self.device, self.step, self.wait_s = torch.device(device), start_step, 0.0
         self.pin = self.device.type == "cuda" and data.prefetch > 0
         self.stream = torch.cuda.Stream(self.device) if self.pin else None
