@@ -6,7 +6,7 @@ slices given here.
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -176,6 +176,19 @@ _DROID_TEXT = (
 _PARAPHRASES = ("", "_2", "_3")
 _TWO_TEXT = "the outside camera is the left half, the wrist camera is the right half"
 
+_TOY = Embodiment(
+    name="toy",
+    id=0,
+    fps=15,
+    horizon=24,
+    views=_DROID_VIEWS,
+    view_hw=(88, 160),
+    layout="droid",
+    views_text=_DROID_TEXT,
+    state=_joints("observation.state", (0, 7), (7, 8)),
+    action=_joints("action", (0, 7), (7, 8), relative=True),
+)
+
 EMBODIMENTS: dict[str, Embodiment] = {
     e.name: e
     for e in (
@@ -216,30 +229,9 @@ EMBODIMENTS: dict[str, Embodiment] = {
             state=_parts("observation.state", state=(0, 8)),
             action=_parts("action", actions=(0, 7)),
         ),
-        Embodiment(
-            name="toy",
-            id=0,
-            fps=15,
-            horizon=24,
-            views=_DROID_VIEWS,
-            view_hw=(88, 160),
-            layout="droid",
-            views_text=_DROID_TEXT,
-            state=_joints("observation.state", (0, 7), (7, 8)),
-            action=_joints("action", (0, 7), (7, 8), relative=True),
-        ),
-        Embodiment(  # the same robot in a grid of 64x128, which "tiny" reads without a resize
-            name="toy-small",
-            id=0,
-            fps=15,
-            horizon=24,
-            views=_DROID_VIEWS,
-            view_hw=(32, 64),
-            layout="droid",
-            views_text=_DROID_TEXT,
-            state=_joints("observation.state", (0, 7), (7, 8)),
-            action=_joints("action", (0, 7), (7, 8), relative=True),
-        ),
+        _TOY,
+        # in a grid of 64x128, which "tiny" reads without a resize
+        replace(_TOY, name="toy-small", view_hw=(32, 64)),
         Embodiment(
             name="so101",
             id=0,
