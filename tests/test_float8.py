@@ -5,9 +5,10 @@ import importlib.util
 import pytest
 import torch
 
+from wamlab.config import ConfigError
 from wamlab.draws import Draws
 from wamlab.model.wam import WAMConfig, WorldActionModel
-from wamlab.train.float8 import LARGE, convert
+from wamlab.train.float8 import LARGE, check_widths, convert
 from wamlab.train.optimizations import MissingNeedError, build_optimizations, check_needs
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -17,6 +18,16 @@ def test_it_says_what_it_needs():
     missing = "a CUDA GPU with float8" if HAS_TORCHAO else "torchao"
     with pytest.raises(MissingNeedError, match=f"float8 needs {missing}"):
         check_needs(build_optimizations(["float8"]), torch.device("cpu"))
+
+
+def test_what_would_stay_in_bf16_is_refused():
+    block = WorldActionModel(WAMConfig(layers=1, target_hw=(32, 64))).blocks()[0]
+    check_widths(block)
+    block.ffn[0] = torch.nn.Linear(128, 500)
+    with pytest.raises(ConfigError, match=r"multiples of 16, ffn\.0 maps 128 to 500"):
+        check_widths(block)
+    with pytest.raises(ConfigError, match=r"Linear has no self_attn\.q"):
+        check_widths(torch.nn.Linear(16, 16))
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")

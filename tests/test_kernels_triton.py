@@ -77,6 +77,12 @@ def test_the_whole_network_equals_reference():
     assert_same(run(build(ModelOptions(impl="triton")).to(DEV), inputs), expected)
 
 
+@needs_triton
+def test_without_shared_rows_it_is_refused():
+    with pytest.raises(ConfigError, match=r"impl 'triton' .* needs distinct_times"):
+        ModelOptions(impl="triton", distinct_times=False)
+
+
 @pytest.mark.skipif(HAS_TRITON, reason="triton is installed")
 def test_without_triton_the_option_is_refused():
     with pytest.raises(ConfigError, match="impl 'triton' needs the package triton"):

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wamlab.model import fused
 from wamlab.model.fused import (
     action_sinusoid,
     gelu_tanh,
@@ -48,8 +47,7 @@ def norm_modulate(
     x_BTD: Tensor, shift_BGD: Tensor, scale_BGD: Tensor, segment_T: Tensor | None, *, eps: float
 ) -> Tensor:
     """See `reference.norm_modulate`."""
-    if segment_T is None:  # a row a token: nothing is shared
-        return fused.norm_modulate(x_BTD, shift_BGD, scale_BGD, None, eps=eps)
+    assert segment_T is not None, "ModelOptions refuses triton without distinct_times"
     return _norm_modulate(x_BTD, shift_BGD, scale_BGD, segment_T, eps)
 
 
@@ -57,8 +55,7 @@ def gated_residual(
     x_BTD: Tensor, update_BTD: Tensor, gate_BGD: Tensor, segment_T: Tensor | None
 ) -> Tensor:
     """See `reference.gated_residual`."""
-    if segment_T is None:
-        return fused.gated_residual(x_BTD, update_BTD, gate_BGD, None)
+    assert segment_T is not None, "ModelOptions refuses triton without distinct_times"
     return _gated_residual(x_BTD, update_BTD, gate_BGD, segment_T)
 
 

@@ -51,6 +51,11 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if self.impl == "triton":
             _load_triton()
+            if not self.distinct_times:
+                raise ConfigError(
+                    "impl 'triton' sums over tokens that share a row of times: it needs "
+                    "distinct_times, use 'fused' without it"
+                )
         lookup(OPERATIONS, self.impl, "impl")
         if self.attention not in (names := ("auto", *attention.IMPLEMENTATIONS)):
             raise ConfigError(unknown_name(self.attention, names, "attention implementation"))
