@@ -5,11 +5,9 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from solutions.bring_your_own import SOLUTIONS
 
 from wamlab.draws import Draws
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_bring_your_own import EXERCISES
 from wamlab.train.optimizations import build_optimizations
 
 
@@ -48,8 +46,5 @@ def test_its_rows_name_known_optimizations_and_the_first_is_the_guests_own_way(e
     assert {row.dimension for row in example.ROWS} == {None, "compute", "parallel", "data"}
 
 
-def test_the_exercise_can_be_solved_and_stubs_and_near_misses_do_not():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-    assert attempt("break-even", SOLUTIONS["break-even"]).solved
-    assert not attempt("break-even", lambda *_: None).solved
+def test_a_near_miss_does_not_solve_the_exercise():
     assert not attempt("break-even", lambda wait, slow, fast: wait / (slow - fast)).solved

@@ -1,11 +1,21 @@
 """Exercises: every specification passes its own check, every stub fails, nothing raises."""
 
+import importlib
+import pkgutil
+
 import pytest
+import solutions
 import torch
 
+from wamlab import jupyter
 from wamlab.jupyter import exercise
 from wamlab.jupyter._exercise import Exercise
 from wamlab.jupyter.exercise import EXERCISES, attempt, check, hint, task
+
+TOPICS = {
+    module.name: importlib.import_module(f"solutions.{module.name}").SOLUTIONS
+    for module in pkgutil.iter_modules(solutions.__path__)
+}
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -18,19 +28,22 @@ def test_the_specification_solves_and_the_stub_does_not(name):
     assert stated.task.split("(")[0] == name.replace("-", "_")
 
 
-SOLUTIONS = {
-    "roofline-seconds": lambda flops, size, peak, band: (
-        flops / peak if flops / size > peak / band else size / band
-    ),
-    "allreduce-bytes": lambda n, size, world: sum(2 * n / world * size for _ in range(world - 1)),
-    "rank-share": lambda ids, rank, world: ids.view(world, -1)[rank],
-}
+def test_the_exercises_of_every_notebook_have_their_solutions():
+    stated = {f"exercises_{topic}" for topic in TOPICS}
+    modules = {m.name for m in pkgutil.iter_modules(jupyter.__path__)}
+    assert stated == {name for name in modules if name.startswith("exercises_")}
+    assert EXERCISES.keys() == {name for topic in TOPICS.values() for name in topic}
+    for topic, solved in TOPICS.items():
+        module = importlib.import_module(f"wamlab.jupyter.exercises_{topic}")
+        assert solved.keys() == module.EXERCISES.keys(), topic
 
 
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_a_solution_in_other_words_passes(name):
-    """The answers of notebook 00."""
-    assert attempt(name, SOLUTIONS[name]).solved
+@pytest.mark.parametrize(
+    ("topic", "name"), [(t, n) for t, solved in TOPICS.items() for n in solved]
+)
+def test_the_solution_in_other_words_solves_it(topic, name):
+    outcome = attempt(name, TOPICS[topic][name])
+    assert outcome.solved, outcome.text
 
 
 @pytest.fixture

@@ -1,20 +1,8 @@
-"""The exercises of notebook 06's second half can be solved, and near misses do not count."""
+"""Near misses are not taken for solutions of notebook 06's exercises, second half."""
 
 import pytest
-from solutions.closed_loop import SOLUTIONS
 
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_closed_loop import EXERCISES
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-
-
-@pytest.mark.parametrize("name", list(EXERCISES))
-def test_the_solution_solves_it_and_the_stub_does_not(name):
-    assert attempt(name, SOLUTIONS[name]).solved
-    assert not attempt(name, lambda *args: None).solved
 
 
 @pytest.mark.parametrize(

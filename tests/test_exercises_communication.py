@@ -1,20 +1,8 @@
-"""The exercises of notebook 07 can be solved, and near misses are not taken for solutions."""
+"""Near misses are not taken for solutions of notebook 07's exercises."""
 
 import pytest
-from solutions.communication import SOLUTIONS
 
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_communication import EXERCISES
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-
-
-@pytest.mark.parametrize("name", list(EXERCISES))
-def test_the_solution_solves_it(name):
-    outcome = attempt(name, SOLUTIONS[name])
-    assert outcome.solved, outcome.text
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,9 @@
-"""The exercises of notebook 03 can be solved, and near misses are not taken for solutions."""
+"""Near misses are not taken for solutions of notebook 03's exercises."""
 
 import pytest
 import torch
-from solutions.fusion import SOLUTIONS
 
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_fusion import EXERCISES
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-
-
-@pytest.mark.parametrize("name", list(EXERCISES))
-def test_the_solution_solves_it(name):
-    outcome = attempt(name, SOLUTIONS[name])
-    assert outcome.solved, outcome.text
 
 
 def last_one_wins(grad, segment, rows):

@@ -1,22 +1,12 @@
-"""The exercises of notebook 01 can be solved, and near misses are not taken for solutions."""
+"""Near misses are not taken for solutions of notebook 01's exercises."""
 
 import pytest
 import torch
-from solutions.model import SOLUTIONS, mask
+from solutions.model import mask
 
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_model import EXERCISES, describe
+from wamlab.jupyter.exercises_model import describe
 from wamlab.model.attention import Layout
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-
-
-@pytest.mark.parametrize("name", list(EXERCISES))
-def test_the_solution_solves_it(name):
-    outcome = attempt(name, SOLUTIONS[name])
-    assert outcome.solved, outcome.text
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,8 @@
-"""The exercises of notebook 02 can be solved, and near misses are not taken for solutions."""
+"""Near misses are not taken for solutions of notebook 02's exercises."""
 
 import pytest
-from solutions.profile import SOLUTIONS
 
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_profile import EXERCISES
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-
-
-@pytest.mark.parametrize("name", list(EXERCISES))
-def test_the_solution_solves_it(name):
-    outcome = attempt(name, SOLUTIONS[name])
-    assert outcome.solved, outcome.text
 
 
 def overlaps_twice(compute, communication):

@@ -1,21 +1,9 @@
-"""The exercises of notebook 05 can be solved, and near misses are not taken for solutions."""
+"""Near misses are not taken for solutions of notebook 05's exercises."""
 
 import pytest
 import torch
-from solutions.video import SOLUTIONS
 
 from wamlab.jupyter.exercise import attempt
-from wamlab.jupyter.exercises_video import EXERCISES
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == EXERCISES.keys()
-
-
-@pytest.mark.parametrize("name", list(EXERCISES))
-def test_the_solution_solves_it(name):
-    outcome = attempt(name, SOLUTIONS[name])
-    assert outcome.solved, outcome.text
 
 
 @pytest.mark.parametrize(
