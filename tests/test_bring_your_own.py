@@ -1,4 +1,4 @@
-"""A model that is not wamlab's: its trainer protocol, and the exercise of notebook 09."""
+"""A model that is not wamlab's: its trainer protocol, and its exercise."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Near misses are not taken for solutions of notebook 06's exercises, second half."""
+"""Near misses are not taken for solutions of the exercises of the closed loop."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The pictures of notebook 06's second half: what they draw, and what they refuse."""
+"""The pictures of the closed loop: what they draw, and what they refuse."""
 
 import matplotlib.pyplot as plt
 import numpy as np

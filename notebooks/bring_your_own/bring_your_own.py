@@ -1,6 +1,6 @@
 """A model that is not wamlab's, through profile, three dimensions and report, in thirty lines.
 
-python notebooks/bring_your_own/bring_your_own.py        # notebook 09 walks through it
+python notebooks/bring_your_own/bring_your_own.py
 """
 
 from pathlib import Path

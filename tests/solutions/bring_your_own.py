@@ -1,4 +1,4 @@
-"""The solution of the exercise of notebook 09."""
+"""The solution of the exercise of bringing your own model."""
 
 
 def break_even(wait_s, slow_ms, fast_ms):

@@ -1,4 +1,4 @@
-"""Solutions of the exercises of notebook 06's second half."""
+"""Solutions of the exercises of the closed loop."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The exercise of notebook 09: when a faster step has paid for its start."""
+"""The exercise of bringing your own model: when a faster step has paid for its start."""
 
 from wamlab.jupyter._exercise import Exercise
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 06's second half: what a success rate says, and how soon it is reached."""
+"""Exercises of the closed loop: what a success rate says, and how soon it is reached."""
 
 import math
 from collections.abc import Sequence

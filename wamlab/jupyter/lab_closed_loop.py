@@ -1,4 +1,4 @@
-"""Measurements of notebook 06's second half: what the order of samples does to gradient and loss.
+"""Measurements of the closed loop: what the order of samples does to gradient and loss.
 
 Shapes: S batches, P parameters.
 """
