@@ -12,6 +12,7 @@ from wamlab.__main__ import main
 from wamlab.cli.course import opening_of
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "a"}, "text/plain": "Text()"}
+FIELD = "Text(value='12', layout=Layout(width='160px'), placeholder='your number (<GB/s>)')"
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def notebooks(tmp_path):
     shown = [
         new_output("display_data", WIDGET),
         new_output("display_data", WIDGET | {"text/html": "<b>seen</b>"}),
+        new_output("display_data", WIDGET | {"text/plain": FIELD}),
         new_output("stream", name="stdout", text="measured 3 ms"),
     ]
     cells = [new_markdown_cell(text), new_code_cell("f(1)", outputs=shown, execution_count=1)]
@@ -47,6 +49,10 @@ def test_each_notebook_becomes_a_page_that_needs_no_network(notebooks, tmp_path,
     assert "<b>seen</b>" in first
     assert "measured 3 ms" in first
     assert "Text()" not in first
+    field = re.search(r"<input[^\n]+/>", first)[0]
+    assert 'placeholder="your number (&lt;GB/s&gt;)"' in field
+    assert 'value="12"' in field
+    assert "<input" in last
     assert 'href="02_last.html#end"' in first
     assert "next: 02_last" in first
     assert "previous: 01_first" in last

@@ -8,7 +8,6 @@ from live_kernel import kernel
 from wamlab.config import ConfigError
 from wamlab.jupyter._folder import RunFolder
 from wamlab.jupyter.monitor import Monitor, StepFile, picture
-from wamlab.jupyter.predict import Prediction
 from wamlab.measure import append_jsonl
 
 
@@ -105,20 +104,3 @@ def button_of(messages):
             if state.get("_model_name") == "ButtonModel":
                 return message["content"]["comm_id"]
     raise AssertionError("no button was opened")
-
-
-@pytest.mark.parametrize(
-    ("typed", "value", "text"),
-    [
-        ("", None, "measured 2 ×; you made no prediction\n"),
-        ("many", None, "measured 2 ×; you made no prediction\n"),
-        ("3", 3.0, "you said 3 ×, measured 2 ×: 50% too high\n"),
-        (" 1,5 ", 1.5, "you said 1.5 ×, measured 2 ×: 25% too low\n"),
-    ],
-)
-def test_a_prediction_needs_no_reader(capsys, typed, value, text):
-    prediction = Prediction("How much faster?", "×")
-    prediction._field.value = typed
-    assert prediction.value == value
-    prediction.against(2.0)
-    assert capsys.readouterr().out == text

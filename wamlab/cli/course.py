@@ -28,6 +28,7 @@ a { color: #0072b2; text-decoration: none; } a:hover { text-decoration: underlin
 {entries}
 </main></body></html>
 """
+STYLE = "<style>pre { word-break: normal !important; overflow-wrap: anywhere; }</style>"
 LINK = '<a style="color: #0072b2" href="{1}.html">{0}</a>'
 NAV = (
     '<p style="font: 15px system-ui, sans-serif; max-width: 960px; margin: 12px auto;">{links}</p>'
@@ -104,20 +105,34 @@ def _page(notebook: Any, path: Path, near: dict[str, list[Path]]) -> str:
     resources = {"metadata": {"name": path.stem, "path": str(path.parent)}}
     page, _ = exporter.from_notebook_node(still(notebook), resources)
     page = re.sub(r"<script[^>]*>.*?</script>", "", page, flags=re.S)  # MathJax, Mermaid: downloads
-    page = re.sub(r"(<body[^>]*>)", lambda m: m[1] + nav, page, count=1)
+    page = re.sub(r"(<body[^>]*>)", lambda m: m[1] + STYLE + nav, page, count=1)
     return page.replace("</body>", nav + "</body>")
 
 
 def still(notebook: Any) -> Any:
-    """Return the notebook with links to pages, and without widgets, which need a kernel."""
+    """Return the notebook with links to pages and plain fields in place of widgets.
+
+    A widget needs a kernel. A field for a number stays a field, so that a reader can still write
+    a prediction down before scrolling on; any other widget goes.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"(\]\([\w./-]+)\.ipynb(#[^)]*)?\)", r"\1.html\2)", cell.source)
         if cell.cell_type == "code":
             for output in cell.outputs:
                 if WIDGET in output.get("data", {}):
-                    kept = ("text/html",)  # its text is only the widget's name
-                    output.data = {k: v for k, v in output.data.items() if k in kept}
+                    output.data = _without_widget(output.data)
             cell.outputs = [o for o in cell.outputs if o.get("data", True)]
     notebook.metadata.pop("widgets", None)
     return notebook
+
+
+def _without_widget(data: Any) -> dict[str, str]:
+    if "text/html" in data:
+        return {"text/html": data["text/html"]}
+    text = data.get("text/plain", "")
+    if not (asks := re.search(r"^Text\(.*placeholder='([^']*)'", text)):
+        return {}  # what is left is only the widget's name
+    said = re.search(r"value='([^']*)'", text)
+    number, hint = html.escape(said[1] if said else ""), html.escape(asks[1])
+    return {"text/html": f'<input value="{number}" placeholder="{hint}" aria-label="{hint}">'}
