@@ -20,9 +20,18 @@ class VideoDecoder:
     """Times to frames, order, device, and a fresh file handle after a fork.
 
     A back end opens the file in `_open` and returns wanted frames in `_decode`.
+
+    Args:
+        path: the video file.
+        device: where frames are returned.
+        start_s, end_s: the part of the file that is read, an episode: seconds from the first shown
+            frame; `end_s` None reads to its end.
+        threads: FFmpeg threads.
+
+    Raises:
+        VideoError: the file cannot be read exactly, or does not cover the part.
     """
 
-    name: ClassVar[str]  # its row in DECODERS
     name: ClassVar[str]  # its row in DECODERS
     needs: ClassVar[str | None] = None  # the module of an optional package
 
@@ -39,7 +48,7 @@ class VideoDecoder:
         self.start_s = start_s
         self.times = frame_times(path)
         self.span = self.times.span(start_s, end_s)
-        self._pid = None
+        self._pid = self._file = None
 
     def frames_at(self, timestamps_s: Sequence[float] | torch.Tensor) -> torch.Tensor:
         """Return the frames that stand at the given times.
@@ -84,8 +93,8 @@ class VideoDecoder:
             _inherited.append(dict(vars(self)))
 
     def close(self) -> None:
-        """Give the file handle back; further calls open it again."""
-        self._pid = None
+        """Drop the open file; further calls open it again."""
+        self._pid = self._file = None
 
     def _open(self) -> None:
         raise NotImplementedError

@@ -45,7 +45,7 @@ class PyAV(VideoDecoder):
         """Close the file; further calls open it again."""
         if self._pid == os.getpid():
             self._file.close()
-        super().close()
+        self._pid = None
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         return self._upright(np.stack([_rgb(self._advance_to(int(i))) for i in wanted]))
@@ -121,11 +121,6 @@ class TorchCodec(VideoDecoder):
             custom_frame_mappings=mapping,
         )
 
-    def close(self) -> None:
-        """Drop the decoder; further calls open the file again."""
-        self._file = None
-        super().close()
-
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         batch = self._file.get_frames_at((wanted + self._shift).tolist())
         self._prove(wanted, batch.pts_seconds.cpu().numpy(), self.times.absolute_s)
@@ -167,7 +162,7 @@ class OpenCV(VideoDecoder):
         """Release the file; further calls open it again."""
         if self._pid == os.getpid():
             self._file.release()
-        super().close()
+        self._pid = None
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         return self._upright(np.stack([self._frame(int(i)) for i in wanted]))
@@ -210,11 +205,6 @@ class Decord(VideoDecoder):
             raise self._error(_first_line(error)) from error
         if len(self._file) != len(self.times):
             raise self._error(f"it sees {len(self._file)} of {len(self.times)} frames")
-
-    def close(self) -> None:
-        """Drop the reader; further calls open the file again."""
-        self._file = None
-        super().close()
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         now = self._file.get_frame_timestamp(wanted)[:, 0]
@@ -286,11 +276,6 @@ class PyNvVideoCodec(VideoDecoder):
         )
         if len(self._file) != len(self.times):
             raise self._error(f"it sees {len(self._file)} of {len(self.times)} frames")
-
-    def close(self) -> None:
-        """Drop the decoder; further calls open the file again."""
-        self._file = None
-        super().close()
 
     def _decode(self, wanted: np.ndarray) -> torch.Tensor:
         frames = self._file.get_batch_frames_by_index(wanted.tolist())
