@@ -124,8 +124,6 @@ def test_height_and_width_are_never_exchanged(copy, shape, names):
     (root / "meta/info.json").write_text(json.dumps(info))
     read = metadata.read_info(root)
     assert read.frame_hw("observation.images.front") == (180, 320)
-    assert read.video_info("observation.images.front")["video.codec"] == "h264"
-    assert read.video_info("observation.images.wrist")["video.codec"] == "h264"
 
 
 def test_columns_that_follow_from_the_episodes_may_be_absent(copy):

@@ -189,7 +189,7 @@ def _build(libs: Path, sources: list[tuple[Path, str]]) -> Path:
     key = hashlib.sha256(repr((str(libs), stamps)).encode()).hexdigest()[:16]
     base = cache_dir()
     folder = base / f"ffmpeg-pyav{_version('av')}-{key}"
-    with _locked(base / f".{folder.name}.lock"):
+    with locked(base / f".{folder.name}.lock"):
         if all((folder / plain).is_file() for _, plain in sources):
             return folder
         shutil.rmtree(folder, ignore_errors=True)  # a tidy-up of the cache took some of its files
@@ -222,7 +222,8 @@ def _rename_inside(copy: Path, libs: Path, sources: list[tuple[Path, str]]) -> N
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Let one process of the machine run the block at a time; `path` is the lock's file."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by a crash
         yield

@@ -103,9 +103,7 @@ class _Check:
             self.info, self.episodes, tasks=tasks, language=tuple(sorted(language))
         )
         self.keys = [k for k, f in self.info.features.items() if f.get("dtype") == "video"]
-        moved = np.diff(self.episodes.data_chunk) | np.diff(self.episodes.data_file)
-        starts = [0, *(np.flatnonzero(moved) + 1).tolist(), len(self.episodes)]
-        self.groups = list(pairwise(starts))
+        self.groups = list(pairwise(self.episodes.table_starts().tolist()))
         return True
 
     def _add_error(self, error: Exception, default: str) -> None:

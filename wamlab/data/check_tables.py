@@ -15,7 +15,6 @@ from wamlab.data.normalize import Statistics
 GRID_S = 1e-4  # LeRobot's own tolerance on timestamps
 OUTSIDE = 0.10  # share of rows beyond q01..q99 that is no longer chance; 2 % by definition
 WIDE = 10.0  # how many times the data's whole range q01..q99 may span
-COUNTED = ("index", "frame_index", "episode_index")
 
 
 @dataclass(frozen=True, kw_only=True)

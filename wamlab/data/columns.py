@@ -7,7 +7,6 @@ the pages. The conversion shows a progress bar, goes on where it was interrupted
 when a table or meta file has changed.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from wamlab.config import save_json
 from wamlab.data import metadata
 from wamlab.data.metadata import DatasetError, Episodes, Info, VideoTable
-from wamlab.ffmpeg import cache_dir
+from wamlab.ffmpeg import cache_dir, locked
 
 FORMAT = 1  # part of the fingerprint: a new layout converts anew
 REBUILT = ("index", "frame_index", "episode_index")  # follow from the episode table
@@ -80,25 +79,24 @@ class Columns:
         return data[offsets[row] : offsets[row + 1]].tobytes()
 
 
-def open_columns(info: Info, *, cache: Path | None = None, progress: bool = True) -> Columns:
+def open_columns(info: Info, *, progress: bool) -> Columns:
     """Open the flat columns, converting the tables first if that was not done.
 
     Args:
-        info: of the data set.
-        cache: the folder to keep them in; default `.wamlab` in the data set, or where that cannot
-            be written, the user's cache.
+        info: of the data set; they are kept in its `.wamlab`, or where that cannot be written, in
+            the user's cache.
         progress: show a bar while converting.
 
     Raises:
         DatasetError: a table is missing, unreadable, or does not fit the episode table.
     """
-    base = cache or default_cache(info.root)
+    base = default_cache(info.root)
     text = json.dumps([FORMAT, metadata.fingerprint(info)])
     folder = base / f"columns-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
         base.mkdir(parents=True, exist_ok=True)
         (base / ".gitignore").write_text("*\n")
-        with _locked(base / "lock"):
+        with locked(base / "lock"):  # one process converts, the others then find it done
             if not folder.is_dir():
                 _Conversion(info, folder.with_suffix(".partial"), progress=progress).run()
                 folder.with_suffix(".partial").rename(folder)
@@ -122,7 +120,7 @@ class _Conversion:
     def __init__(self, info: Info, folder: Path, *, progress: bool) -> None:
         self.info, self.folder, self.progress = info, folder, progress
         self.episodes = metadata.read_episodes(info)
-        self.groups = _files(self.episodes)
+        self.groups = self.episodes.table_starts()
         self.state: dict[str, Any] = {"done": 0, "texts": {}, "columns": {}, "bytes": {}}
 
     def run(self) -> None:
@@ -303,13 +301,6 @@ def _dtype(kind: pa.DataType) -> str:
     return np.dtype(kind.to_pandas_dtype()).name
 
 
-def _files(episodes: Episodes) -> np.ndarray:
-    """Return the episodes at which a new table begins, and the number of episodes."""
-    moved = np.diff(episodes.data_chunk) != 0
-    moved |= np.diff(episodes.data_file) != 0
-    return np.concatenate([[0], np.flatnonzero(moved) + 1, [len(episodes)]])
-
-
 def _file(column: str) -> str:
     return column.replace("/", "_")
 
@@ -342,11 +333,3 @@ def _load_episodes(folder: Path, cameras: list[str]) -> Episodes:
     }
     own = load("ids", "lengths", "data_chunk", "data_file", "offsets", prefix="episodes")
     return Episodes(**own, videos=videos)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process of the machine convert; the others wait and then find it done."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

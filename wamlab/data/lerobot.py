@@ -18,7 +18,7 @@ from PIL import Image
 from wamlab.config import ConfigError, save_json
 from wamlab.data import metadata
 from wamlab.data.codec import Codec
-from wamlab.data.columns import Columns, default_cache, open_columns
+from wamlab.data.columns import Columns, open_columns
 from wamlab.data.embodiment import Embodiment, Part
 from wamlab.data.metadata import DatasetError, VideoSpan
 from wamlab.data.normalize import MAX_ROWS, Statistics, relative_rows
@@ -32,7 +32,6 @@ class LeRobotDataset:
     Args:
         root: the data set's folder, or its id on the Hugging Face hub.
         embodiment: the robot; meta/modality.json of the data set, if any, replaces its slices.
-        cache: where the converted columns are kept; default beside the data.
         progress: show a bar while converting.
 
     Raises:
@@ -44,14 +43,12 @@ class LeRobotDataset:
         root: str | Path,
         embodiment: Embodiment,
         *,
-        cache: Path | None = None,
         progress: bool = True,
     ) -> None:
         self.root = find_root(root)
         self.info = metadata.read_info(self.root)
         self.modality = metadata.read_modality(self.info)
-        self.columns: Columns = open_columns(self.info, cache=cache, progress=progress)
-        self.cache = cache or default_cache(self.root)
+        self.columns: Columns = open_columns(self.info, progress=progress)
         self.embodiment = replace(
             embodiment,
             state=tuple(self._resolve("state", p) for p in embodiment.state),

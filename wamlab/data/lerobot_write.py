@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, save_json
 from wamlab.data.embodiment import Embodiment
 from wamlab.data.normalize import Statistics, relative_rows
 
@@ -123,12 +123,13 @@ class Writer:
         """Write what is left and meta/."""
         if self._tables:
             self._flush()
-        write_json(self.root / "meta/info.json", self._info())
-        write_json(self.root / "meta/modality.json", self._modality())
-        write_json(self.root / "meta/embodiment.json", {"embodiment_tag": self.embodiment.name})
+        meta = self.root / "meta"
+        save_json(self._info(), meta / "info.json")
+        save_json(self._modality(), meta / "modality.json")
+        save_json({"embodiment_tag": self.embodiment.name}, meta / "embodiment.json")
         stats = {k: Statistics.of(np.concatenate(v)).to_json() for k, v in self._columns.items()}
-        write_json(self.root / "meta/stats.json", stats)
-        write_json(self.root / "meta/relative_stats_dreamzero.json", self._relative())
+        save_json(stats, meta / "stats.json")
+        save_json(self._relative(), meta / "relative_stats_dreamzero.json")
         if self.version == "v3.0":
             self._close_v3()
         else:
@@ -282,15 +283,15 @@ class Writer:
 
     def _close_v2(self) -> None:
         keep = ("episode_index", "tasks", "length")
-        write_lines(
+        _write_lines(
             self.root / "meta/episodes.jsonl", [{k: e[k] for k in keep} for e in self.episodes]
         )
         tasks = [{"task_index": i, "task": t} for i, t in enumerate(self.tasks)]
-        write_lines(self.root / "meta/tasks.jsonl", tasks)
+        _write_lines(self.root / "meta/tasks.jsonl", tasks)
         stats = [
             {"episode_index": e, "stats": self._episode_stats(e)} for e in range(len(self.episodes))
         ]
-        write_lines(self.root / "meta/episodes_stats.jsonl", stats)
+        _write_lines(self.root / "meta/episodes_stats.jsonl", stats)
 
     def _close_v3(self) -> None:
         path = self.root / "meta/episodes/chunk-000/file-000.parquet"
@@ -380,12 +381,5 @@ def encode_png(image_HW3: np.ndarray) -> bytes:
     return b"".join(bytes(p) for p in [*codec.encode(frame), *codec.encode(None)])
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write one JSON file, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def write_lines(path: Path, rows: Iterable[Any]) -> None:
-    """Write one JSON object a line."""
+def _write_lines(path: Path, rows: Iterable[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -61,11 +61,6 @@ class Info:
             return shape[names.index("height")], shape[names.index("width")]
         return tuple(shape[1:]) if shape[0] in (1, 3) and shape[2] > 4 else tuple(shape[:2])
 
-    def video_info(self, key: str) -> Mapping[str, Any]:
-        """Return a camera's codec, rate and size as recorded (`info` or the older `video_info`)."""
-        feature = self.features[key]
-        return feature.get("info") or feature.get("video_info") or {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class VideoTable:
@@ -95,6 +90,11 @@ class Episodes:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def table_starts(self) -> np.ndarray:
+        """Return the episodes at which a new table begins, and the number of episodes."""
+        moved = (np.diff(self.data_chunk) != 0) | (np.diff(self.data_file) != 0)
+        return np.concatenate([[0], np.flatnonzero(moved) + 1, [len(self)]])
+
 
 @dataclass(frozen=True)
 class VideoSpan:
@@ -105,19 +105,23 @@ class VideoSpan:
     end_s: float | None = None
 
 
+def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise DatasetError(f"{path}: missing")
+    text = path.read_text()
+    if text.startswith("version https://git-lfs"):
+        raise DatasetError(f"{path}: a Git-LFS pointer, not the file: run `git lfs pull`")
+    return text
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
         DatasetError: missing, a Git-LFS pointer, or not JSON.
     """
-    if not path.is_file():
-        raise DatasetError(f"{path}: missing")
-    text = path.read_text()
-    if text.startswith("version https://git-lfs"):
-        raise DatasetError(f"{path}: a Git-LFS pointer, not the file: run `git lfs pull`")
     try:
-        return json.loads(text)
+        return json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise DatasetError(f"{path}: not valid JSON: {error}") from error
 
@@ -128,12 +132,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         DatasetError: missing, a Git-LFS pointer, or a line that is not JSON.
     """
-    if not path.is_file():
-        raise DatasetError(f"{path}: missing")
-    text = path.read_text()
-    if text.startswith("version https://git-lfs"):
-        raise DatasetError(f"{path}: a Git-LFS pointer, not the file: run `git lfs pull`")
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in _read_text(path).splitlines() if line.strip()]
     try:
         return json.loads("[" + ",".join(lines) + "]")
     except json.JSONDecodeError as error:
