@@ -21,6 +21,7 @@ from wamlab.data.toy_render import RIGS
 
 VIEW_KEYS = {"droid": "observation.images.", "libero": ""}
 COLUMNS = {"droid": ("observation.state", "action"), "libero": ("state", "actions")}
+NOISE_RAD = 0.01  # standard deviation of what is added to the joints' targets
 _JOINTS = [*(f"joint_{i}" for i in range(7)), "gripper"]
 _POSE = ["x", "y", "z", "turn_x", "turn_y", "turn_z"]
 NAMES = {
@@ -49,15 +50,16 @@ def _cartesian(
     return [*pose[0], *turn, finger, -finger], [*steps, 2.0 * float(action[7]) - 1.0]
 
 
-def record(seed: int, *, config: ToyConfig, least: int = 128, noise_rad: float = 0.01) -> Episode:
+def record(seed: int, *, config: ToyConfig, least: int = 128) -> Episode:
     """Record the expert solving one task.
+
+    The arm is shaken, so that the data show how to come back; the recorded action is the expert's
+    own.
 
     Args:
         seed: lays the table and shakes the arm.
         config: the world.
         least: frames an episode has at least; the arm rests until then.
-        noise_rad: standard deviation of what is added to the joints' targets, so that the data
-            shows how to come back; the recorded action is the expert's own.
 
     Returns:
         The episode in the form of the rig: DROID's joints, or LIBERO's Cartesian steps.
@@ -72,7 +74,7 @@ def record(seed: int, *, config: ToyConfig, least: int = 128, noise_rad: float =
         views.append(world.render())
         row = _cartesian(state, pose, action) if config.rig == "libero" else (state, action)
         rows.append(row)
-        world.step(action + np.array([*rng.normal(0, noise_rad, 7), 0.0]))
+        world.step(action + np.array([*rng.normal(0, NOISE_RAD, 7), 0.0]))
     columns = [np.stack(c).astype(np.float32) for c in zip(*rows)]
     return Episode(
         world.task,

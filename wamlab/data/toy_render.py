@@ -59,16 +59,20 @@ class Capsule:
 
 
 @dataclass(frozen=True)
-class Ball:
-    """A ball."""
+class _Centered:
+    """What stands around a centre; `radius` is how far it reaches, for a cube along its axes."""
 
     center: np.ndarray
     radius: float
     color: Color
 
     def spheres(self) -> Spheres:
-        """Return the ball itself."""
+        """Return the sphere around it."""
         return [(self.center, self.radius)]
+
+
+class Ball(_Centered):
+    """A ball."""
 
     def distance(self, o: np.ndarray, d: np.ndarray) -> np.ndarray:
         """Return distances [h, w] along unit rays, a large number where the ray misses."""
@@ -79,13 +83,8 @@ class Ball:
         return (points - self.center.astype(np.float32)[:, None]) / np.float32(self.radius)
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(_Centered):
     """A cube with sides along the axes; `radius` is half a side."""
-
-    center: np.ndarray
-    radius: float
-    color: Color
 
     def spheres(self) -> Spheres:
         """Return the sphere around the cube."""
@@ -106,17 +105,8 @@ class Box:
         return np.eye(3, dtype=np.float32)[:, face] * np.sign(offset)
 
 
-@dataclass(frozen=True)
-class Plate:
+class Plate(_Centered):
     """A flat disc just above the table, with a darker rim."""
-
-    center: np.ndarray
-    radius: float
-    color: Color
-
-    def spheres(self) -> Spheres:
-        """Return the sphere around the plate."""
-        return [(self.center, self.radius)]
 
     def distance(self, o: np.ndarray, d: np.ndarray) -> np.ndarray:
         """Return distances [h, w] along unit rays, a large number where the ray misses."""
@@ -322,6 +312,4 @@ def _ground(camera: Camera) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
     return color, np.where(table, t, _FAR), np.stack([x, y]), table
 
 
-@lru_cache(maxsize=8)
-def _kept_ground(camera: Camera) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    return _ground(camera)
+_kept_ground = lru_cache(maxsize=8)(_ground)
