@@ -83,7 +83,6 @@ def test_the_losses_train_the_dit_alone(model):
         ("skip_unused_y", True),
         ("prompt_cache", True),
         ("compile_encoders", True),
-        ("crop_text", True),
         ("shortcuts", True),
         ("impl", "fused"),
         ("attention", "dense"),

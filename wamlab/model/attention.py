@@ -20,7 +20,7 @@ Shapes: B batch, T tokens, Q queries (the last Q of the T tokens), H heads, K he
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,27 @@ class Layout:
                 f"{self.frames} latent frames do not divide into frame 0 and blocks of "
                 f"{self.frames_per_block}: use 1 + {self.frames_per_block} n frames, n >= 1"
             )
+
+    @classmethod
+    def of(
+        cls, sizes: Any, frames: int, grid: tuple[int, int], *, actions: bool = True
+    ) -> "Layout":
+        """Return the layout of one training sequence of a network.
+
+        Args:
+            sizes: a DiTConfig.
+            frames: latent frames.
+            grid: rows and columns of a frame's tokens.
+            actions: whether the clip has actions and states.
+        """
+        return cls(
+            frames=frames,
+            frame_tokens=grid[0] * grid[1],
+            frames_per_block=sizes.num_frame_per_block,
+            actions_per_block=sizes.num_action_per_block if actions else 0,
+            states_per_block=sizes.num_state_per_block if actions else 0,
+            window=sizes.window,
+        )
 
     @property
     def blocks(self) -> int:

@@ -32,11 +32,6 @@ class Flops:
         """Forward and backward, no recompute."""
         return self.forward + self.backward
 
-    @property
-    def with_recompute(self) -> int:
-        """Forward and backward with every block's forward done twice."""
-        return self.total + sum(self.blocks.values())
-
 
 def flops(
     config: Any,
@@ -68,14 +63,7 @@ def count_flops(
         actions: whether the clip has actions.
     """
     rows, cols = latent_hw or ((44, 80) if config.concat_first_frame_latent else (10, 20))
-    layout = Layout(
-        frames=latent_frames,
-        frame_tokens=(rows // 2) * (cols // 2),
-        frames_per_block=config.num_frame_per_block,
-        actions_per_block=config.num_action_per_block if actions else 0,
-        states_per_block=config.num_state_per_block if actions else 0,
-        window=config.window,
-    )
+    layout = Layout.of(config, latent_frames, (rows // 2, cols // 2), actions=actions)
     once, first = _once(config, layout)
     blocks = {name: config.num_layers * n for name, n in _block(config, layout).items()}
     # twice the forward, less the gradients of the data that enter the first layer of each branch

@@ -1,7 +1,7 @@
 """What the frozen encoders share: seeded or checked weights, and the fingerprint of either.
 
-An encoder is described by a `FrozenSource`. A cache of its outputs stores the source's fingerprint,
-which is computed without building the network.
+A cache of an encoder's outputs stores its fingerprint, which is computed without building the
+network.
 """
 
 import contextlib
@@ -10,14 +10,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from wamlab.config import to_dict
+from wamlab.config import lookup, to_dict
 from wamlab.model.stored import Checkpoint, CheckpointError, StoredTensor, open_checkpoint, some
 
+T = TypeVar("T")
 _SAMPLES = 64  # values a tensor that enter a fingerprint
 
 
@@ -40,6 +41,11 @@ class Part:
         if self.of > 1:
             value = value.chunk(self.of)[self.index]
         return value.reshape(shape)
+
+
+def sizes_of(table: Mapping[str, T], size: str | T, kind: str) -> T:
+    """Return the sizes of an encoder: a row of its table by name, or sizes as they are given."""
+    return lookup(table, size, kind) if isinstance(size, str) else size
 
 
 @contextlib.contextmanager

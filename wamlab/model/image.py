@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wamlab.config import lookup
-from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded
+from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded, sizes_of
 
 PREFIX = "action_head.image_encoder.model."
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -61,9 +60,7 @@ class ImageEncoder(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.config = (
-            lookup(IMAGE_SIZES, size, "image encoder size") if isinstance(size, str) else size
-        )
+        self.config = sizes_of(IMAGE_SIZES, size, "image encoder size")
         with seeded(seed), torch.device("meta" if weights else device):
             self.network = _build(self.config)
         if weights:
@@ -101,7 +98,7 @@ class ImageEncoder(nn.Module):
 
 def image_fingerprint(size: str | ImageConfig, weights: str | Path | None, seed: int = 0) -> str:
     """Return the fingerprint of an image encoder, see `frozen.fingerprint`."""
-    config = lookup(IMAGE_SIZES, size, "image encoder size") if isinstance(size, str) else size
+    config = sizes_of(IMAGE_SIZES, size, "image encoder size")
     return fingerprint("image", config, seed=seed, weights=weights, prefix=PREFIX)
 
 

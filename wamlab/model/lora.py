@@ -19,7 +19,6 @@ from wamlab.model.weights import (
     ACTION_MODULES,
     PEFT_PREFIX,
     PREFIX,
-    SHARD_BYTES,
     LoadReport,
     check_fit,
     dit_names,
@@ -201,7 +200,6 @@ def save_lora(
     folder: str | Path,
     *,
     adapters_only: bool = False,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write an adapted DiT under PEFT's names, with adapter_config.json; see `save_policy`.
 
@@ -209,7 +207,6 @@ def save_lora(
         model: an adapted WorldActionDiT.
         folder: as in `save_policy`.
         adapters_only: leave the frozen backbone out.
-        shard_bytes: as in `save_policy`.
     """
     rank, scale = next((m.rank, m.scale) for m in adapters(model).values())
     tensors = {
@@ -217,7 +214,7 @@ def save_lora(
         for name, parameter in model.state_dict(keep_vars=True).items()
         if parameter.requires_grad or not adapters_only
     }
-    save_tensors(tensors, folder, shard_bytes)
+    save_tensors(tensors, folder)
     if dist.rank() == 0:
         values = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -186,15 +186,9 @@ class Plans:
         """
         sizes, options, acts = self.sizes, self.options, action.shape[1] > 0
         grid = (x.shape[3] // 2, x.shape[4] // 2)
-        layout = Layout(
-            frames=x.shape[2],
-            frame_tokens=grid[0] * grid[1],
-            frames_per_block=sizes.num_frame_per_block,
-            actions_per_block=sizes.num_action_per_block if acts else 0,
-            states_per_block=sizes.num_state_per_block if acts else 0,
-            window=sizes.window,
-            clean_token_causal=options.clean_token_causal and sizes.window < 0,
-        )
+        layout = Layout.of(sizes, x.shape[2], grid, actions=acts)
+        if options.clean_token_causal and sizes.window < 0:
+            layout = dataclasses.replace(layout, clean_token_causal=True)
         layout.check_registers(action.shape[1], state.shape[1])
         rows = count_text_rows(options, lengths, sizes.text_len, self._text_rows)
         self._text_rows = self._text_rows if lengths is None else rows

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from wamlab.config import UserError, lookup
+from wamlab.config import UserError
+from wamlab.model.frozen import sizes_of
 from wamlab.model.text import (
     TEXT_SIZES,
     TextConfig,
@@ -116,7 +117,7 @@ def encoder_meta(
     size: str | TextConfig, weights: str | Path | None, seed: int = 0
 ) -> dict[str, str]:
     """Return what a cache must say of the text encoder, without building it."""
-    config = lookup(TEXT_SIZES, size, "text encoder size") if isinstance(size, str) else size
+    config = sizes_of(TEXT_SIZES, size, "text encoder size")
     return {
         "encoder": text_fingerprint(config, weights, seed),
         "text_len": str(config.text_len),

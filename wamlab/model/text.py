@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wamlab.config import ConfigError, lookup
-from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded
+from wamlab.config import ConfigError
+from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded, sizes_of
 
 PREFIX = "action_head.text_encoder."
 _PROBE = ("Pick up the red cup & put it down.", "schön, 12.5 cm")
@@ -86,8 +86,7 @@ class TextEncoder(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        config = lookup(TEXT_SIZES, size, "text encoder size") if isinstance(size, str) else size
-        self.config = config
+        self.config = config = sizes_of(TEXT_SIZES, size, "text encoder size")
         self.fingerprint = text_fingerprint(config, weights, seed)
         self._tokenizer = tokenizer or (config.tokenizer if weights else "bytes")
         with seeded(seed), torch.device("meta" if weights else device):
@@ -196,7 +195,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def text_fingerprint(size: str | TextConfig, weights: str | Path | None, seed: int = 0) -> str:
     """Return the fingerprint of a text encoder without building it, see `frozen.fingerprint`."""
-    config = lookup(TEXT_SIZES, size, "text encoder size") if isinstance(size, str) else size
+    config = sizes_of(TEXT_SIZES, size, "text encoder size")
     return fingerprint("text", config, seed=seed, weights=weights, prefix=PREFIX)
 
 

@@ -9,8 +9,7 @@ import math
 
 from torch import Tensor
 
-SHIFT = 5.0
-TRAIN_STEPS = 1000
+from wamlab.model.flow_matching import SHIFT, STEPS
 
 
 def shifted_sigmas(steps: int, *, last_sigma: float = 0.0) -> list[float]:
@@ -36,7 +35,7 @@ class UniPC:
 
     def __init__(self, sigmas: list[float]) -> None:
         self.sigmas = sigmas
-        self.timesteps = [math.floor(TRAIN_STEPS * s) for s in sigmas[:-1]]
+        self.timesteps = [math.floor(STEPS * s) for s in sigmas[:-1]]
         self._lambdas = [_log_ratio(s) for s in sigmas]
         self._clean: list[Tensor] = []  # m_i, the predicted clean sample of each step so far
         self._corrected: Tensor | None = None

@@ -15,8 +15,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from wamlab.config import ConfigError, lookup
-from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded
+from wamlab.config import ConfigError
+from wamlab.model.frozen import Part, fingerprint, freeze, load_frozen, seeded, sizes_of
 from wamlab.model.vae_blocks import (
     AvgDown,
     CausalConv3d,
@@ -140,17 +140,15 @@ class VAE(nn.Module):
     Args:
         size: a name in VAE_SIZES, or a VAEConfig.
         encoder_only: leave the decoder out (training never decodes; it is up to 555 M parameters).
-        memory_gib: what one call may use for activations; larger batches are split.
 
     Source: Wan2.1 (arXiv 2503.20314) and Wan2.2; public keys of Wan2.1_VAE.pth and Wan2.2_VAE.pth.
     """
 
-    def __init__(
-        self, size: str | VAEConfig, *, encoder_only: bool = False, memory_gib: float = 16.0
-    ) -> None:
+    memory_gib = 16.0  # what one call may use for activations; larger batches are split
+
+    def __init__(self, size: str | VAEConfig, *, encoder_only: bool = False) -> None:
         super().__init__()
-        self.config = lookup(VAE_SIZES, size, "VAE size") if isinstance(size, str) else size
-        self.memory_gib = memory_gib
+        self.config = sizes_of(VAE_SIZES, size, "VAE size")
         z = self.config.z_dim
         self.encoder = Encoder(self.config)
         self.conv1 = CausalConv3d(2 * z, 2 * z, (1, 1, 1))
@@ -160,7 +158,7 @@ class VAE(nn.Module):
         self.set_statistics(self.config.mean, self.config.std)
 
     def set_statistics(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Set the latents' mean and standard deviation, one number a channel."""
+        """Set the latents' mean and standard deviation, one number a channel, or a ConfigError."""
         if len(mean) != self.config.z_dim or len(std) != self.config.z_dim:
             raise ConfigError(
                 f"latent statistics: {len(mean)} and {len(std)}, not {self.config.z_dim}"
@@ -396,5 +394,5 @@ def load_vae(
 
 def vae_fingerprint(size: str | VAEConfig, weights: str | Path | None, seed: int = 0) -> str:
     """Return the fingerprint of a VAE without building it, see `frozen.fingerprint`."""
-    config = lookup(VAE_SIZES, size, "VAE size") if isinstance(size, str) else size
+    config = sizes_of(VAE_SIZES, size, "VAE size")
     return fingerprint("vae", config, seed=seed, weights=weights, prefix=PREFIX)

@@ -57,10 +57,8 @@ class Conv3d(nn.Conv3d):
 class CausalConv3d(Conv3d):
     """A 3-D convolution that sees no later frame: zeros, or the past, stand before the first."""
 
-    def __init__(
-        self, c_in: int, c_out: int, kernel: tuple[int, int, int], stride: Any = 1
-    ) -> None:
-        super().__init__(c_in, c_out, kernel, stride, (0, kernel[1] // 2, kernel[2] // 2))
+    def __init__(self, c_in: int, c_out: int, kernel: tuple[int, int, int]) -> None:
+        super().__init__(c_in, c_out, kernel, padding=(0, kernel[1] // 2, kernel[2] // 2))
         self.history = kernel[0] - 1
 
     def forward(self, x: Tensor, state: State | None = None) -> Tensor:

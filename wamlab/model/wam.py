@@ -99,7 +99,6 @@ class WAMOptions:
     batched_encoders: bool = False  # the whole micro-batch and clip at once; off: one by one
     skip_unused_y: bool = False  # no VAE pass for `y` where the DiT does not read it
     prompt_cache: bool = False  # encode each distinct prompt once
-    crop_text: bool = False  # leave out positions that are padding in every prompt
     zero_from: Literal["sample", "batch"] = "sample"  # "batch": the public fault, see TextEncoder
     compile_encoders: bool = False  # on a GPU: the VAE as one compiled graph, channels last
     vae_chunk: int | None = None  # frames a VAE step of `batched_encoders`; null: the whole clip
@@ -110,8 +109,7 @@ class WorldActionModel(nn.Module):
     """Frozen encoders and a trainable DiT.
 
     Args:
-        config: what the model is.
-        options: how it is computed.
+        config: what the model is; `set_option` says how it is computed.
         dit_device: where the DiT's parameters are made, "meta" for a checkpoint that fills them
             later; the encoders go to torch's default device.
     """
@@ -119,15 +117,14 @@ class WorldActionModel(nn.Module):
     def __init__(
         self,
         config: WAMConfig = WAMConfig(),
-        options: WAMOptions = WAMOptions(),
         *,
         dit_device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.options = config, options
+        self.config, self.options = config, WAMOptions()
         device = torch.get_default_device()
         with seeded(config.seed), torch.device(dit_device or device):
-            self.dit = WorldActionDiT(_dit_config(config), options.dit)
+            self.dit = WorldActionDiT(_dit_config(config), self.options.dit)
         self._build_encoders(config, device)
 
     def _build_encoders(self, config: WAMConfig, device: torch.device) -> None:
@@ -272,7 +269,7 @@ class WorldActionModel(nn.Module):
         self, prompts: Sequence[str], device: torch.device
     ) -> tuple[Tensor, Tensor]:
         if self.text is not None and not self.options.prompt_cache:
-            how = {"crop": self.options.crop_text, "zero_from": self.options.zero_from}
+            how = {"crop": False, "zero_from": self.options.zero_from}
             if self.options.batched_encoders or self.options.zero_from == "batch":
                 return self.text.encode(prompts, **how)
             parts = [self.text.encode([prompt], **how) for prompt in prompts]

@@ -276,7 +276,6 @@ def save_policy(
     model: nn.Module,
     folder: str | Path,
     *,
-    prefix: str = PREFIX,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a DiT's parameters under the public names, as safetensors shards with their index.
@@ -286,19 +285,22 @@ def save_policy(
     Args:
         model: a WorldActionDiT.
         folder: made if need be; must hold no checkpoint yet.
-        prefix: put before every name; "" writes a plain backbone's names.
         shard_bytes: the most bytes of tensors in one file.
 
     Raises:
         CheckpointError: the folder already holds safetensors files.
     """
-    save_tensors({prefix + n: p for n, p in model.state_dict().items()}, folder, shard_bytes)
+    save_tensors({PREFIX + n: p for n, p in model.state_dict().items()}, folder, shard_bytes)
 
 
 def save_tensors(
     tensors: Mapping[str, Tensor], folder: str | Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write named tensors (sharded ones are gathered) as `save_policy` does, the index last."""
+    """Write named tensors (sharded ones are gathered) as `save_policy` does, the index last.
+
+    Raises:
+        CheckpointError: the folder already holds safetensors files.
+    """
     folder = Path(folder)
     if any(folder.glob("*.safetensors*")):
         raise CheckpointError(f"{folder} already holds safetensors files: name an empty folder")

@@ -97,13 +97,7 @@ def shape_of(config: WAMConfig, lora: LoRAConfig | None = None) -> ModelShape:
         inject(model.dit, lora)
     height, width = config.encoders.target_hw or (352, 640)
     side, dit, vae = model.vae.config.spatial, model.dit.config, model.vae.config
-    layout = Layout(
-        frames=1 + (FRAMES - 1) // 4,
-        frame_tokens=(height // side // 2) * (width // side // 2),
-        frames_per_block=dit.num_frame_per_block,
-        actions_per_block=dit.num_action_per_block,
-        states_per_block=dit.num_state_per_block,
-    )
+    grid = (height // side // 2, width // side // 2)
     width_bytes = 2 if config.encoder_precision == "bf16" else 4
     first_maps = FRAMES * height * width // vae.patch**2 * vae.dim * width_bytes
     frozen = [p for module in model.frozen() for p in module.parameters()]
@@ -114,7 +108,7 @@ def shape_of(config: WAMConfig, lora: LoRAConfig | None = None) -> ModelShape:
         layers=len(model.blocks()),
         dim=dit.dim,
         ffn_dim=dit.ffn_dim,
-        tokens=layout.tokens,
+        tokens=Layout.of(dit, 1 + (FRAMES - 1) // 4, grid).tokens,
         frozen_bytes=sum(p.numel() * p.element_size() for p in frozen),
         encode_bytes=4 * first_maps,  # input, output and two maps between of the widest level
         encode_limit=int(model.vae.memory_gib * GIB),
