@@ -13,20 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wamlab.model.reference import action_sinusoid, gelu_tanh, time_sinusoid
-
-__all__ = [
-    "action_sinusoid",
-    "gated_residual",
-    "gelu_tanh",
-    "norm_modulate",
-    "norm_rope",
-    "patchify",
-    "rms_norm",
-    "rope",
-    "rotation",
-    "time_sinusoid",
-]
+from wamlab.model.reference import action_sinusoid as action_sinusoid
+from wamlab.model.reference import gelu_tanh as gelu_tanh
+from wamlab.model.reference import time_sinusoid as time_sinusoid
 
 
 def rms_norm(x_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -17,29 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wamlab.model.fused import (
-    action_sinusoid,
-    gelu_tanh,
-    norm_rope,
-    patchify,
-    rms_norm,
-    rope,
-    rotation,
-    time_sinusoid,
-)
+from wamlab.model.fused import action_sinusoid as action_sinusoid
+from wamlab.model.fused import gelu_tanh as gelu_tanh
+from wamlab.model.fused import norm_rope as norm_rope
+from wamlab.model.fused import patchify as patchify
+from wamlab.model.fused import rms_norm as rms_norm
+from wamlab.model.fused import rope as rope
+from wamlab.model.fused import rotation as rotation
+from wamlab.model.fused import time_sinusoid as time_sinusoid
 
-__all__ = [
-    "action_sinusoid",
-    "gated_residual",
-    "gelu_tanh",
-    "norm_modulate",
-    "norm_rope",
-    "patchify",
-    "rms_norm",
-    "rope",
-    "rotation",
-    "time_sinusoid",
-]
 PROGRAMS = 1024  # enough to fill a GPU: so many, of 4 to 32 tokens each, are aimed at
 
 
