@@ -45,7 +45,11 @@ class Conditioning:
     negative_length: Tensor | None = None
 
     def with_negative(self) -> "Conditioning":
-        """Return a batch of 2B: the prompts, then as many negative ones."""
+        """Return a batch of 2B: the prompts, then as many negative ones.
+
+        Raises:
+            ConfigError: there is no negative prompt.
+        """
         if self.negative_context is None:
             raise ConfigError("guidance needs a negative_context; guidance=1 does without")
         batch = len(self.context)

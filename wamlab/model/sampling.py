@@ -107,6 +107,9 @@ class Sampler:
         Args:
             latent_BCFYX: the first frame's latent [B, C, 1, Y, X].
             conditioning: prompts and features.
+
+        Raises:
+            ConfigError: more than one latent frame, or guidance without a negative prompt.
         """
         if latent_BCFYX.shape[2] != 1:
             raise ConfigError(f"start takes 1 latent frame, got {latent_BCFYX.shape[2]}")
@@ -117,7 +120,11 @@ class Sampler:
         self._see(latent_BCFYX)
 
     def observe(self, latents_BCFYX: Tensor) -> None:
-        """Add what was really seen while the last chunk was executed (see `observed_latents`)."""
+        """Add what was really seen while the last chunk was executed (see `observed_latents`).
+
+        Raises:
+            ConfigError: not as many latent frames [B, C, F, Y, X] as the last chunk has.
+        """
         missing = 0 if self._past is None else self._frames - self._past.frames
         if latents_BCFYX.shape[2] != missing or missing == 0:
             raise ConfigError(
