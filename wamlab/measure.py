@@ -4,6 +4,7 @@ A record is one flat JSON object a line. A field that was not measured is null, 
 that could not run is written with its `reason`.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -175,7 +176,7 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def synchronize(dev: torch.device | str | None = None) -> None:
-    """Wait until the device has done all it was given (nothing on a CPU)."""
+    """Wait until the device (None: the current GPU) has done all it was given; nothing on a CPU."""
     dev = torch.device(dev) if dev is not None else None
     if torch.cuda.is_available() and (dev is None or dev.type == "cuda"):
         torch.cuda.synchronize(dev)
@@ -217,6 +218,9 @@ class StepClock:
     Use `with clock.part("forward"): ...` inside a step and `clock.end_step()` at its end.
     Synchronising costs a few microseconds a part and forbids overlap: use it to explain a step, not
     to race it.
+
+    Args:
+        dev: the device that the parts run on.
     """
 
     def __init__(self, dev: torch.device) -> None:
@@ -224,35 +228,39 @@ class StepClock:
         self.steps: list[dict[str, float]] = []
         self._current: dict[str, float] = {}
 
-    def part(self, name: str) -> "_Part":
-        """Return a context manager that adds its duration to `name` of the current step."""
-        return _Part(self, name)
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the block's duration to `name` of the current step."""
+        synchronize(self.dev)
+        start = time.perf_counter()
+        yield
+        synchronize(self.dev)
+        spent = (time.perf_counter() - start) * 1e3
+        self._current[name] = self._current.get(name, 0.0) + spent
 
     def end_step(self) -> None:
         """Close the current step."""
         self.steps.append(self._current)
         self._current = {}
 
-    def median_ms(self, skip: int = 0) -> dict[str, float]:
-        """Return the median milliseconds of each part over the steps after the first `skip`."""
-        steps = self.steps[skip:]
-        names = dict.fromkeys(name for step in steps for name in step)
-        return {n: statistics.median(s.get(n, 0.0) for s in steps) for n in names}
+    def median_ms(self) -> dict[str, float]:
+        """Return the median milliseconds of each part over the steps."""
+        names = dict.fromkeys(name for step in self.steps for name in step)
+        return {n: statistics.median(s.get(n, 0.0) for s in self.steps) for n in names}
 
 
-class _Part:
-    def __init__(self, clock: StepClock, name: str) -> None:
-        self.clock, self.name = clock, name
-
-    def __enter__(self) -> None:
-        synchronize(self.clock.dev)
-        self.start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        synchronize(self.clock.dev)
-        spent = (time.perf_counter() - self.start) * 1e3
-        current = self.clock._current
-        current[self.name] = current.get(self.name, 0.0) + spent
+@contextlib.contextmanager
+def exact_fp32() -> Iterator[None]:
+    """Compute fp32 products and convolutions without TF32 inside the block."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [b.allow_tf32 for b in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for backend, allowed in zip(backends, before):
+            backend.allow_tf32 = allowed
 
 
 def reset_peak(dev: torch.device) -> None:
@@ -271,6 +279,12 @@ def peak_gib(dev: torch.device) -> float:
 
 def mfu(model_flops: float, seconds: float, dev: torch.device, precision: str) -> float | None:
     """Return model FLOP/s (recompute not counted) over the peak, None for an unknown device.
+
+    Args:
+        model_flops: FLOP of the work on one device.
+        seconds: that it took.
+        dev: the device.
+        precision: whose peak counts, a key of `hardware.Peak.flops`.
 
     Raises:
         ValueError: the result is above 1: the FLOPs, the time or the peak is wrong.

@@ -23,6 +23,9 @@ def part(name: str) -> Iterator[None]:
 
     Args:
         name: one of `trace.PARTS`.
+
+    Raises:
+        ConfigError: another name.
     """
     if name not in PARTS:
         raise ConfigError(f"unknown part {name!r}: allowed are {', '.join(PARTS)}")
@@ -102,6 +105,9 @@ def profile_steps(
 
     Returns:
         The path of this rank's trace, for `trace.read_trace` or https://ui.perfetto.dev.
+
+    Raises:
+        ConfigError: `active` is not 1 to 3.
     """
     if not 1 <= active <= MAX_ACTIVE:
         raise ConfigError(f"active={active}: record 1 to {MAX_ACTIVE} steps, a trace grows fast")
@@ -133,6 +139,9 @@ def memory_snapshot(path: str | Path) -> Iterator[None]:
     """Record every allocation of the block and write torch's snapshot.
 
     `memory_timeline.read_snapshot` reads it, and so does https://pytorch.org/memory_viz.
+
+    Args:
+        path: the snapshot's file, written at the end of the block.
 
     Raises:
         ConfigError: there is no GPU; only CUDA's allocator keeps a history.

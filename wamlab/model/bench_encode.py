@@ -5,11 +5,10 @@ latents are from it. Beside the rows: what each convolution costs alone, in the 
 the rate of one large matrix product, so that a row can be held against its floor.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from wamlab.config import ConfigError, lookup, replace
-from wamlab.measure import Record, device_name, measure_ms, peak_gib, reset_peak, stamp
+from wamlab.measure import (
+    Record,
+    device_name,
+    exact_fp32,
+    measure_ms,
+    peak_gib,
+    reset_peak,
+    stamp,
+    synchronize,
+)
 from wamlab.model.image import ImageEncoder
 from wamlab.model.text import TextEncoder
 from wamlab.model.vae import VAE, VAE_SIZES, load_vae
@@ -133,7 +141,8 @@ def _measure(case: EncodeCase, dev: torch.device) -> Record:
         clip = clip.contiguous(memory_format=torch.channels_last_3d)
     start = time.perf_counter()
     got = encode(clip)
-    first_step_s = _now(dev) - start
+    synchronize(dev)
+    first_step_s = time.perf_counter() - start
     off = _distance(got[: len(clip)], case, dev)
     if case.cuda_graph:
         encode = _replay(encode, clip)
@@ -175,12 +184,6 @@ def _measure(case: EncodeCase, dev: torch.device) -> Record:
 
 
 _OPTIONS = ("channels_last", "cudnn_benchmark", "bf16_norms", "compile", "cuda_graph")
-
-
-def _now(dev: torch.device) -> float:
-    if dev.type == "cuda":
-        torch.cuda.synchronize(dev)
-    return time.perf_counter()
 
 
 def _build(case: EncodeCase, dev: torch.device) -> VAE:
@@ -249,7 +252,7 @@ def _reference(vae: str, frames: int, hw: tuple[int, int], device: str) -> Tenso
     """Return the public way's latents of the first random clip, fp32 throughout."""
     case = EncodeCase(vae=vae, frames=frames, hw=hw, device=device, batch=1)
     dev = torch.device(device)
-    with _exact_fp32(), torch.no_grad():
+    with exact_fp32(), torch.no_grad():
         return _build(case, dev).encode(random_clip(case, dev), 4).cpu()
 
 
@@ -257,16 +260,6 @@ def _distance(latents: Tensor, case: EncodeCase, dev: torch.device) -> float:
     """Return the relative L2 distance of the first clip's latents from the public fp32 ones."""
     want = _reference(case.vae, case.frames, case.hw, case.device)
     return float((latents[:1].cpu() - want).norm() / want.norm())
-
-
-@contextlib.contextmanager
-def _exact_fp32() -> Iterator[None]:
-    old = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = old
 
 
 @functools.cache

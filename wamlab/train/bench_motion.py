@@ -15,7 +15,16 @@ from torch import Tensor
 
 from wamlab.data.eviction import POLICIES, make_trace, simulate
 from wamlab.draws import Draws
-from wamlab.measure import Record, Timing, device_name, measure_ms, peak_gib, reset_peak, stamp
+from wamlab.measure import (
+    Record,
+    Timing,
+    device_name,
+    exact_fp32,
+    measure_ms,
+    peak_gib,
+    reset_peak,
+    stamp,
+)
 from wamlab.motion.augment import AugmentConfig, Window, augment
 from wamlab.motion.dynamics import JACOBIANS, Frames, exp, jacobian, pull, push
 from wamlab.motion.model import (
@@ -65,7 +74,7 @@ ON_GPU = MotionCase(
 def measure_jacobian(case: MotionCase) -> Record:
     """Time the five ways to the same Jacobian, and to its products."""
     dev = torch.device(case.device)
-    with _exact_fp32():
+    with exact_fp32():
         frames = _random_frames(case.frames, dev)
         found: dict[str, Tensor] = {}
         times = {}
@@ -111,7 +120,7 @@ def measure_block_parallel(case: MotionCase, precision: str = "fp32") -> Record:
             net(clean, noisy, level, cut, 60.0).float().square().mean().backward()
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
-    with _exact_fp32():
+    with exact_fp32():
         serial, grads = step("serial"), {m: step(m) for m in ("parallel", "serial-detached")}
         far = {m: ((g - serial).norm() / serial.norm()).item() for m, g in grads.items()}
         times = {m: measure_ms(lambda m=m: step(m), dev=dev, repeats=case.repeats)
@@ -140,7 +149,7 @@ def measure_augmentation(case: MotionCase) -> Record:
     def at_once() -> Window:
         return augment(there, Draws(0, 0, ids_there), amounts)[0]
 
-    with _exact_fp32():
+    with exact_fp32():
         slow = measure_ms(apart, dev=dev, warmup=1, repeats=3)
         fast = measure_ms(at_once, dev=dev, repeats=case.repeats)
         a, b = apart().motion().place, at_once().motion().place.cpu()
@@ -274,14 +283,3 @@ def _random_frames(count: int, dev: torch.device) -> Frames:
 
 def _scaled(timing: Timing, by: float) -> Timing:
     return Timing(median=timing.median * by, q25=timing.q25 * by, q75=timing.q75 * by, n=timing.n)
-
-
-class _exact_fp32:  # noqa: N801 - reads as a statement
-    """fp32 products without TF32 inside: identities need all the bits."""
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self.before
