@@ -30,16 +30,12 @@ class Claim:
     shows: tuple[tuple[str, str, str], ...] = ()
 
 
-def _days(before: float, after: float) -> str:
-    return f"{before:g} to {after:g} is {before / after:.2f}×"
-
-
 CLAIMS: tuple[Claim, ...] = (
     Claim(
         text="25 days become 7; 1.7e4 frames a day become 6.5e4",
-        check=f"{_days(25, 7)} in days, {6.5 / 1.7:.2f}× in frames a day: two ratios, never mixed. "
-        f"25 days at 1.7e4 are {25 * 1.7e4 / 120 / 60:.0f} minutes of motion at 120 Hz, "
-        f"{25 * 1.7e4 / CLIPS:.1f} frames a clip: as frames implausible, as windows "
+        check=f"25 to 7 is {25 / 7:.2f}× in days, {6.5 / 1.7:.2f}× in frames a day: two ratios, "
+        f"never mixed. 25 days at 1.7e4 are {25 * 1.7e4 / 120 / 60:.0f} minutes of motion at "
+        f"120 Hz, {25 * 1.7e4 / CLIPS:.1f} frames a clip: as frames implausible, as windows "
         f"{25 * 1.7e4 / CLIPS:.1f} epochs. Cluster, model and clips are unnamed.",
     ),
     Claim(

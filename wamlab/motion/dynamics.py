@@ -210,6 +210,15 @@ def dynamics_loss(
 ) -> Dynamics:
     """Return how far a motion's velocities, flight and torques are from the true ones.
 
+    Args:
+        rot_BTJ33: local rotations.
+        root_BT3: root positions, m.
+        offsets_BJ3: joint positions in their parents' frames, m.
+        truth: what it is held against.
+        tree: who hangs on whom.
+        rate: frames a second.
+        how: one of WAYS.
+
     vel: |J omega + v_root - dp/dt|^2 with omega_j = Log(R_j(t)^T R_j(t + 1)) / dt; fly: |a_com +
     g|^2 where the body flies; tau: |tau - tau_true|^2 where torques and floor forces are known.
     """

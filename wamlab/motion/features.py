@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wamlab.motion.skeleton import INDEX
+from wamlab.motion.skeleton import FEET, INDEX
 
 STD_FLOOR = 1e-3  # of constant features
 _LATERAL = [INDEX[f"{side}_{joint}"] for side in ("left", "right") for joint in ("hip", "shoulder")]
@@ -31,11 +31,6 @@ class Motion(NamedTuple):
     place: Tensor  # [B, T, J, 3], m
     rot: Tensor  # [B, T, J, 3, 3], local
     contact: Tensor  # [B, T, 4], 0 or 1: left ankle, left toe, right ankle, right toe
-
-
-def feature_size(joints: int) -> int:
-    """Return D."""
-    return 8 + 12 * joints
 
 
 def about_z(angle: Tensor) -> Tensor:
@@ -167,15 +162,13 @@ def mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid: Tensor | None = None) 
         valid: bool, broadcast to [B, T, J]: what counts; None is all.
     """
     error = (_aligned(pred_BTJ3) - _aligned(true_BTJ3)).norm(dim=-1)
-    return 100 * _over(error, valid)
+    counted = error if valid is None else error[valid.expand_as(error)]
+    return 100 * counted.mean().item()
 
 
-def pa_mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid_J: Tensor | None = None) -> float:
+def pa_mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor) -> float:
     """Return the mean joint position error after the best rotation, scale and shift a frame, cm."""
-    keep = slice(None) if valid_J is None else valid_J
-    pred, true = pred_BTJ3[:, :, keep], true_BTJ3[:, :, keep]
-    mean_true = true.mean(2, keepdim=True)
-    pred, true = pred - pred.mean(2, keepdim=True), true - mean_true
+    pred, true = (x - x.mean(2, keepdim=True) for x in (pred_BTJ3, true_BTJ3))
     u, s, vt = torch.linalg.svd(true.transpose(-1, -2) @ pred)
     sign = torch.ones_like(s)
     sign[..., 2] = torch.det(u @ vt).sign()  # a rotation, never a mirror
@@ -185,25 +178,28 @@ def pa_mpjpe_cm(pred_BTJ3: Tensor, true_BTJ3: Tensor, valid_J: Tensor | None = N
     return 100 * (best - true).norm(dim=-1).mean().item()
 
 
-def vel_err(pred: Tensor, true: Tensor, rate: float, valid_J: Tensor | None = None) -> float:
-    """Return the mean joint velocity error after the alignment of `mpjpe_cm`, cm/s."""
+def vel_err(pred: Tensor, true: Tensor, rate: float) -> float:
+    """Return the mean joint velocity error of positions [B, T, J, 3], m, aligned as in `mpjpe_cm`:
+    cm/s."""
     error = ((_aligned(pred) - _aligned(true)).diff(dim=1) * rate).norm(dim=-1)
-    return 100 * _over(error, valid_J)
+    return 100 * error.mean().item()
 
 
-def accel_err(pred: Tensor, true: Tensor, rate: float, valid_J: Tensor | None = None) -> float:
-    """Return the mean joint acceleration error after the alignment of `mpjpe_cm`, m/s^2."""
+def accel_err(pred: Tensor, true: Tensor, rate: float) -> float:
+    """Return the mean joint acceleration error of positions [B, T, J, 3], m, aligned as in
+    `mpjpe_cm`: m/s^2."""
     error = ((_aligned(pred) - _aligned(true)).diff(n=2, dim=1) * rate**2).norm(dim=-1)
-    return _over(error, valid_J)
+    return error.mean().item()
 
 
-def skate(place_BTJ3: Tensor, contact_BT4: Tensor, rate: float, feet: tuple[int, ...]) -> float:
-    """Return the mean floor speed of feet while they are in contact, cm/s."""
-    speed = (place_BTJ3[:, :, list(feet), :2].diff(dim=1) * rate).norm(dim=-1)
+def skate(place_BTJ3: Tensor, contact_BT4: Tensor, rate: float) -> float:
+    """Return the mean floor speed of feet while they are in contact, cm/s.
+
+    Args:
+        place_BTJ3: canonical joint positions, m.
+        contact_BT4: above 0.5 is contact, in the order of FEET.
+        rate: frames a second.
+    """
+    speed = (place_BTJ3[:, :, list(FEET), :2].diff(dim=1) * rate).norm(dim=-1)
     down = (contact_BT4[:, 1:] > 0.5) & (contact_BT4[:, :-1] > 0.5)
     return 100 * (speed * down).sum().item() / max(int(down.sum()), 1)
-
-
-def _over(error_BTJ: Tensor, valid: Tensor | None) -> float:
-    """Return the mean where `valid`, bool that broadcasts to [B, T, J], is true."""
-    return (error_BTJ if valid is None else error_BTJ[valid.expand_as(error_BTJ)]).mean().item()

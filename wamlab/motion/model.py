@@ -233,7 +233,11 @@ def block_levels(level_BT: Tensor, block_BT: Tensor) -> Tensor:
 
 
 def fixed_blocks(batch: int, frames: int, length: int, device: torch.device | str) -> Tensor:
-    """Return blocks of one length, int64 [B, T]; a length of 1 is plain causal attention."""
+    """Return blocks of one length, int64 [B, T]; a length of 1 is plain causal attention.
+
+    Raises:
+        ConfigError: a length below 1.
+    """
     if length < 1:
         raise ConfigError(f"a block has at least one frame, got {length}")
     return (torch.arange(frames, device=device) // length).expand(batch, -1)

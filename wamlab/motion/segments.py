@@ -163,6 +163,11 @@ def _joined(blocks: list[Block], shortest: int) -> list[Block]:
         first, last = min(at, keep), max(at, keep)
         merged = Block(blocks[keep].kind, blocks[first].first, blocks[last].last)
         blocks = [*blocks[:first], merged, *blocks[last + 1 :]]
+    return one_of_a_kind(blocks)
+
+
+def one_of_a_kind(blocks: list[Block]) -> list[Block]:
+    """Return the blocks with neighbours of the same kind made one."""
     same: list[Block] = []
     for block in blocks:
         if same and same[-1].kind == block.kind:

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.spatial.transform import Rotation
 
 from wamlab.motion.bvh import write_bvh
-from wamlab.motion.segments import KINDS, Block, G
+from wamlab.motion.segments import Block, G, one_of_a_kind
 from wamlab.motion.skeleton import CANONICAL, CANONICAL_TREE, INDEX, Clip, masses
 
 THIGH, SHIN, ANKLE, HIP_DROP = 0.42, 0.41, 0.08, 0.06  # m; ANKLE above the floor
@@ -75,7 +75,7 @@ def make(seed: int, *, rate: float = 120.0, events: int = 2) -> Made:
     blocks = [Block(p.kind, int(a), int(b)) for p, a, b in zip(phases, edges, edges[1:])]
     clip = _pose(phases, blocks, rng, rate)
     com = np.einsum("j,tji->ti", masses(1.0), clip.positions())
-    return Made(clip, _merged(blocks), com)
+    return Made(clip, one_of_a_kind(blocks), com)
 
 
 def _hermite(start: tuple[float, float], end: tuple[float, float], n: int, dt: float) -> np.ndarray:
@@ -220,16 +220,6 @@ def _swing(z: np.ndarray, blocks: list[Block], rng: np.random.Generator, rate: f
         if name.endswith("elbow"):
             angles[:, joint, 1] -= 0.4
     return angles
-
-
-def _merged(blocks: list[Block]) -> list[Block]:
-    found: list[Block] = []
-    for block in blocks:
-        if found and found[-1].kind == block.kind:
-            block = Block(block.kind, found.pop().first, block.last)
-        found.append(block)
-    assert {b.kind for b in found} <= set(KINDS)
-    return found
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def pack(paths: Sequence[Path], out: Path, rate: float) -> Path:
 
 
 class Windows:
-    """Windows of T frames from packed clips, or from files parsed at every access.
+    """Windows of T frames, one every half window, from packed clips or parsed files.
 
     Args:
         paths: BVH files.
@@ -81,7 +81,6 @@ class Windows:
         rate: training rate, Hz.
         packed: the folder under which packed arrays lie or shall lie.
         parse: parse the file again for every window, as naive code does.
-        stride: frames between the starts of two windows; None is half a window.
     """
 
     def __init__(
@@ -92,13 +91,12 @@ class Windows:
         *,
         packed: Path,
         parse: bool = False,
-        stride: int | None = None,
     ) -> None:
         self.paths, self.frames, self.rate, self.parse = list(paths), frames, rate, parse
         folder = pack(self.paths, packed, rate)
         self.edges, self.offsets = np.load(folder / "edges.npy"), np.load(folder / "offsets.npy")
         self.arrays = {n: np.load(folder / f"{n}.npy", mmap_mode="r") for n in ARRAYS}
-        step = stride or max(1, frames // 2)
+        step = max(1, frames // 2)
         self.starts = [
             (clip, start)
             for clip, length in enumerate(np.diff(self.edges).tolist())

@@ -36,7 +36,7 @@ from wamlab.motion.model import (
     generate,
 )
 from wamlab.motion.segments import KINDS, G
-from wamlab.motion.skeleton import CANONICAL_TREE, FEET
+from wamlab.motion.skeleton import CANONICAL_TREE
 from wamlab.motion.windows import Windows
 from wamlab.train.communication import training_group
 from wamlab.train.config import TrainConfig
@@ -191,6 +191,11 @@ def evaluate(task: MotionTask, windows: Windows, steps: int = 10) -> dict[str, f
 
     Position errors are over the frames that were made; the first block is given. `hold_cm` is the
     error of a body that stays as it is when a block begins: what to beat.
+
+    Args:
+        task: trained.
+        windows: held out; all of them go through the model at once.
+        steps: Euler steps from noise to motion.
     """
     device = task.mean.device
     window = windows.batch(range(len(windows))).to(device)
@@ -205,7 +210,7 @@ def evaluate(task: MotionTask, windows: Windows, steps: int = 10) -> dict[str, f
         "pa_mpjpe_cm": pa_mpjpe_cm(place, true),
         "vel_err_cm_s": vel_err(place, true, task.rate),
         "accel_err_m_s2": accel_err(place, true, task.rate),
-        "skate_cm_s": skate(place, window.contact, task.rate, FEET),
+        "skate_cm_s": skate(place, window.contact, task.rate),
         "hold_cm": mpjpe_cm(_held(true, block), true, made_BT1),
     }
 
