@@ -1,13 +1,11 @@
 """How much memory was allocated at each moment: from a trace on a CPU, from a snapshot on a GPU."""
 
-import gzip
 import io
-import json
 import pickle
 from pathlib import Path
 from typing import Any
 
-from wamlab.trace import TraceError
+from wamlab.trace import TraceError, trace_rows
 
 Timeline = list[tuple[float, int]]  # (milliseconds from the first event, bytes allocated then)
 DELTA = {"alloc": 1, "free_completed": -1}  # a snapshot's actions that change what is allocated
@@ -20,13 +18,11 @@ def read_memory(path: str | Path) -> Timeline:
         The timeline; its zero is what was allocated before the trace began.
 
     Raises:
-        TraceError: the trace holds none.
+        TraceError: there is no trace, or it holds none.
     """
-    path = Path(path)
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows = [
         (float(e["ts"]), int(e["args"]["Bytes"]))
-        for e in json.loads(raw)["traceEvents"]
+        for e in trace_rows(path)
         if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0
     ]
     if not rows:

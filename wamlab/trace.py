@@ -94,8 +94,8 @@ class StepSplit:
     counts: dict[str, int]
 
 
-def read_trace(path: str | Path) -> list[Event]:
-    """Read the complete events of a Chrome trace (.json or .json.gz).
+def trace_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a Chrome trace (.json or .json.gz), one an event.
 
     Raises:
         TraceError: the file is missing or is no trace.
@@ -103,11 +103,15 @@ def read_trace(path: str | Path) -> list[Event]:
     path = Path(path)
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        rows = json.loads(raw)["traceEvents"]
+        return json.loads(raw)["traceEvents"]
     except FileNotFoundError as error:
         raise TraceError(f"no such trace: {path}") from error
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{path} is not a Chrome trace: {error}") from error
+
+
+def read_trace(path: str | Path) -> list[Event]:
+    """Return the complete events of a Chrome trace, see `trace_rows`."""
     return [
         Event(
             r["name"],
@@ -116,7 +120,7 @@ def read_trace(path: str | Path) -> list[Event]:
             float(r["dur"]),
             (r.get("pid"), r.get("tid")),
         )
-        for r in rows
+        for r in trace_rows(path)
         if r.get("ph") == "X"
     ]
 
@@ -163,6 +167,9 @@ def kernel_group(name: str) -> str:
 
 def split_steps(events: Sequence[Event]) -> list[StepSplit]:
     """Split every profiled step of a trace.
+
+    Args:
+        events: of `read_trace`, recorded with `profiler.profile_steps`.
 
     Raises:
         TraceError: the trace holds no step markers.
@@ -264,12 +271,11 @@ def _parts(events: Sequence[Event], window: Interval, on_gpu: bool) -> dict[str,
         elif e.category == "gpu_memcpy" and "HtoD" in e.name:
             spans["to_device"].append((e.start, e.end))
     # A block's forward that runs inside the backward is recompute; it is taken out of the backward.
-    spans["recompute"] += intersect(spans["forward"], spans["backward"])
+    again = intersect(spans["forward"], spans["backward"])
+    spans["recompute"] += again
     times = {part: length(intersect(rows, [window])) / 1e3 for part, rows in spans.items()}
     times["backward"] -= times["recompute"]
-    times["forward"] -= (
-        length(intersect(intersect(spans["forward"], spans["backward"]), [window])) / 1e3
-    )
+    times["forward"] -= length(intersect(again, [window])) / 1e3
     return times
 
 
@@ -345,7 +351,12 @@ def kernel_table(events: Sequence[Event]) -> dict[str, tuple[int, float]]:
 
 
 def diff_kernels(before: Sequence[Event], after: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Compare two runs' kernels: gone, new, and the change in milliseconds of those in both."""
+    """Compare two runs' kernels.
+
+    Returns:
+        `gone` and `new`: {kernel: (how often, milliseconds)} of those that one run alone has;
+        `changed_ms`: {kernel: milliseconds more} of those in both.
+    """
     a, b = kernel_table(before), kernel_table(after)
     return {
         "gone": {name: row for name, row in a.items() if name not in b},
