@@ -54,20 +54,19 @@ class Host:
         """Environment variables that lead gloo and NCCL to the link."""
         return {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
 
-    def torchrun(self, nodes: str = "2", *, restarts: int = 0, call: str = "wamlab") -> list[str]:
+    def torchrun(self, nodes: str = "2", *, restarts: int = 0) -> list[str]:
         """Return torchrun's options on this host.
 
         Args:
             nodes: how many hosts, or "1:2" for one to two.
             restarts: times that the ranks may be started again.
-            call: names the run, alike on all hosts.
         """
         keep = "keep_alive_interval=2,keep_alive_max_attempt=2,last_call_timeout=3,join_timeout=60"
         return [
             f"--nnodes={nodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={NETWORK}.1:{PORT}",
-            f"--rdzv-id={call}",
+            "--rdzv-id=wamlab",
             f"--rdzv-conf=is_host={int(self.number == 0)},{keep}",
             f"--local-addr={self.address}",
             f"--max-restarts={restarts}",

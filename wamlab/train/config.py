@@ -51,9 +51,9 @@ class TrainConfig:
     silence_s: float = 20.0  # without a heartbeat, after which another host of the run is lost
 
     def __post_init__(self) -> None:
-        for field, least in (("steps", 1), ("global_batch", 1), ("log_every", 1), ("keep", 1)):
-            if getattr(self, field) < least:
-                raise ConfigError(f"{field} must be at least {least}, got {getattr(self, field)}")
+        for field in ("steps", "global_batch", "log_every", "keep"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
         if not 0 <= self.warmup_steps < self.steps:
             raise ConfigError(
                 f"warmup_steps {self.warmup_steps} leaves none of the {self.steps} steps to measure"

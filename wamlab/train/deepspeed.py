@@ -15,7 +15,7 @@ from wamlab.config import ConfigError
 from wamlab.draws import Draws
 from wamlab.measure import StepClock
 from wamlab.train.config import TrainConfig
-from wamlab.train.optim import OptimConfig, decays
+from wamlab.train.optim import OptimConfig, decay_groups
 from wamlab.train.optimizations import MissingNeedError, Optimization, StepPlan, recompute_of
 from wamlab.train.step import in_order
 
@@ -85,11 +85,7 @@ class DeepSpeedStep:
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        optim, named = self.config.optim, self.parameters.items()
-        groups = [
-            {"params": [p for n, p in named if decays(n, p)]},
-            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
-        ]
+        optim, groups = self.config.optim, decay_groups(self.parameters)
         rates = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
         adam = DeepSpeedCPUAdam(groups, weight_decay=optim.weight_decay, adamw_mode=True, **rates)
         frozen = [(p, p.dtype) for m in self.model.frozen() for p in m.parameters()]

@@ -13,7 +13,7 @@ unfused loop) no host reads it.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,15 @@ def lr_at(config: OptimConfig, step: int, total: int) -> float:
 def decays(name: str, parameter: Tensor) -> bool:
     """Say whether weight decay applies: matrices only, no norm, bias or modulation table."""
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] not in ("bias", "b", "modulation")
+
+
+def decay_groups(named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups: with weight decay, and without."""
+    groups = [
+        {"params": [p for n, p in named.items() if decays(n, p)]},
+        {"params": [p for n, p in named.items() if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -134,17 +143,10 @@ class AdamW:
     ) -> None:
         self.parameters, self.config, self.fused = dict(parameters), config, fused
         self.shards = {name: nn.Parameter(local(p)) for name, p in self.parameters.items()}
-        groups = [
-            {"params": [s for n, s in self.shards.items() if decays(n, s)]},
-            {
-                "params": [s for n, s in self.shards.items() if not decays(n, s)],
-                "weight_decay": 0.0,
-            },
-        ]
         device = next(iter(self.shards.values())).device
         self.lr = torch.tensor(config.lr, device=device) if fused else config.lr
         self.inner = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
+            decay_groups(self.shards),
             lr=self.lr,
             betas=config.betas,
             eps=config.eps,

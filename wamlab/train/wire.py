@@ -7,6 +7,7 @@ cut       no communication at all: wrong numbers in the right time, to measure t
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from wamlab.train.optimizations import Fsdp2
 
 CHUNK = 256  # values that share one float32 scale: 1.6 % more bytes
 LARGEST = 448.0  # of float8 e4m3
+Group = dist.ProcessGroup
 
 # renamed in torch 2.13, where the old name warns
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -70,13 +72,7 @@ def unpack(packed: Tensor, kind: str, count: int) -> Tensor:
 class CutGather(DefaultAllocMixin, AllGather):
     """Copies this rank's part into every other's place."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Group, **_: Any) -> None:
         """Fill `output_tensor` without communication."""
         for place, part in enumerate(output_tensor.chunk(group.size())):
             if place != group.rank():  # its own part lies there already
@@ -99,13 +95,7 @@ class Float8Gather(DefaultAllocMixin, AllGather):
         """Let the next gather read the weights anew."""
         self._packed = None
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Group, **_: Any) -> None:
         """Fill `output_tensor` with every rank's rounded part, this rank's own included."""
         if self._packed is None:
             wanted = input_tensor.float()
@@ -124,14 +114,7 @@ class Float8Gather(DefaultAllocMixin, AllGather):
 class CutScatter(DefaultAllocMixin, ReduceScatter):
     """Keeps this rank's part of its own gradients."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Group, **_: Any) -> None:
         """Fill `output_tensor` without communication."""
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
@@ -150,9 +133,9 @@ class PackedScatter(DefaultAllocMixin, ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: Group,
         op: dist.ReduceOp,
-        async_op: bool = False,
+        **_: Any,
     ) -> None:
         """Leave this rank's part of the reduced gradients in `output_tensor`."""
         packed = pack(input_tensor.view(group.size(), -1), self.kind)
@@ -164,7 +147,7 @@ class PackedScatter(DefaultAllocMixin, ReduceScatter):
         output_tensor.copy_(total)
 
 
-def mean_between(group: dist.ProcessGroup, kind: str) -> Callable[[Tensor], None]:
+def mean_between(group: Group, kind: str) -> Callable[[Tensor], None]:
     """Return FSDP2's all-reduce hook for one module: the mean over islands of its gradients.
 
     Args:
