@@ -66,6 +66,11 @@ def to_dict(config: Any) -> Any:
 def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build the dataclass `cls` from JSON values.
 
+    Args:
+        cls: a dataclass whose fields are numbers, texts, paths, literals, tuples, mappings, unions
+            of them, or dataclasses again.
+        values: a JSON object; fields that it lacks keep their defaults.
+
     Raises:
         ConfigError: an unknown key (with the nearest field), or a value of the wrong type.
     """
@@ -113,6 +118,11 @@ def save_json(config: Any, path: str | Path) -> None:
 
 def replace(config: T, changes: Mapping[str, Any] | None = None, /, **kwargs: Any) -> T:
     """Return a copy of `config` with fields changed; a dotted key reaches into a nested dataclass.
+
+    Args:
+        config: a dataclass.
+        changes: field -> value; the place for dotted keys.
+        kwargs: the same for plain fields.
 
     Raises:
         ConfigError: an unknown field.

@@ -39,6 +39,7 @@ LATENTS: dict[str, tuple[int, int]] = {
     "dreamzero-14b": (44, 80),
 }
 FRAMES = 9  # 33 video frames
+PROMPT_ROWS = 100  # of the text length: a long prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,6 @@ class DiTCase:
     cuda_graph: bool = False
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
-    prompt_rows: int = 100
     warmup: int = 3
     repeats: int = 10
     trace: bool = False  # the record also says what one step runs
@@ -151,15 +151,8 @@ def _options(case: DiTCase) -> ModelOptions:
 
 def layout_of(size: str) -> Layout:
     """Return the layout of one training sequence of a model size."""
-    config, (rows, cols) = MODEL_SIZES[size], LATENTS[size]
-    return Layout(
-        frames=FRAMES,
-        frame_tokens=(rows // 2) * (cols // 2),
-        frames_per_block=config.num_frame_per_block,
-        actions_per_block=config.num_action_per_block,
-        states_per_block=config.num_state_per_block,
-        window=config.window,
-    )
+    rows, cols = LATENTS[size]
+    return Layout.of(MODEL_SIZES[size], FRAMES, (rows // 2, cols // 2))
 
 
 def _plan(case: DiTCase) -> StepPlan:
@@ -187,7 +180,7 @@ def random_inputs(
 
     time_BK = torch.rand(batch, blocks, device=dev) * 999
     first_B1 = torch.rand(batch, 1, device=dev) * 999
-    rows = min(case.prompt_rows, config.text_len)
+    rows = min(PROMPT_ROWS, config.text_len)
     context = randn(config.text_len, config.text_dim)
     context[:, rows:] = 0
     inputs = {

@@ -39,6 +39,13 @@ def prepare(
 ) -> tuple[dict[str, nn.Parameter], AdamW | SplitAdamW, Wires | None]:
     """Optimize and wrap a model in place and build its optimizer.
 
+    Args:
+        model: with the trainer's protocol.
+        plan: how a step is computed.
+        optimizations: what else to apply to the model.
+        config: the run.
+        device: this rank's.
+
     Returns:
         The trained parameters by name, the optimizer over this rank's shards, and what travels
         between shards (None without sharding).

@@ -97,6 +97,9 @@ class TorchStep:
 
         Its argument says whether to communicate; without it every collective is cut out, and the
         gradients are wrong. None for a captured step, whose collectives cannot be cut out.
+
+        Args:
+            batches, count, step: as for `run`.
         """
         if self._graph:
             return None
