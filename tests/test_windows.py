@@ -208,8 +208,6 @@ def test_no_sample_at_all_and_views_of_two_sizes_are_refused(shared, tmp_path):
     data = LeRobotDataset(shared.dataset.root, longer)
     with pytest.raises(DatasetError, match=r"needs 41 frames of one task.*longest has 33"):
         WindowDataset(data)
-    with pytest.raises(ConfigError, match=r"unknown decoder 'pyav-naif'.*did you mean"):
-        WindowDataset(shared.dataset, decoder="pyav-naif")
 
     class Square:
         def __init__(self, size: int) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from wamlab.config import ConfigError, lookup
+from wamlab.config import ConfigError
 from wamlab.data import metadata
+from wamlab.data.cache import DecoderCache
 from wamlab.data.lerobot import LeRobotDataset
 from wamlab.data.metadata import DatasetError, VideoSpan
-from wamlab.data.video import DECODERS
 
 _PART = 1_000_000  # frames looked at together, to bound memory
 
@@ -90,6 +90,9 @@ class WindowIndex:
         Returns:
             Episode (its place in the table), first anchor counted from the episode's start, and the
             row of the start frame in the flat columns.
+
+        Raises:
+            IndexError: no such sample.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -180,8 +183,7 @@ class WindowDataset:
     Args:
         dataset: the episodes.
         open_video: gives a decoder for a part of a file and keeps it as long as it likes; default
-            opens and closes one decoder a call, as the public code does.
-        decoder: (without `open_video`) a key of DECODERS.
+            opens and closes one of "pyav-naive" a call, as the public code does.
         map_views: reads the views of a sample, `map` one after the other; a thread pool's map at
             the same time.
 
@@ -194,11 +196,10 @@ class WindowDataset:
         dataset: LeRobotDataset,
         *,
         open_video: Callable[[VideoSpan], Any] | None = None,
-        decoder: str = "pyav-naive",
         map_views: Callable = map,
     ) -> None:
         self.dataset, self.embodiment, self.map_views = dataset, dataset.embodiment, map_views
-        self.open_video = open_video or _OpenEachTime(decoder)
+        self.open_video = open_video or DecoderCache("pyav-naive", size=0)
         self.index = self._index()
         if not len(self.index):
             need = self.embodiment.blocks * self.embodiment.horizon + 1
@@ -226,11 +227,7 @@ class WindowDataset:
             [K*H, 32] and `action_mask` bool; `has_real_action` bool; `prompt` str; `sample_id` and
             `embodiment_id` int64.
         """
-        episode, anchor, row = self.index.locate(index)
-        steps = anchor + np.array(self.embodiment.frame_offsets())
-        return self._numbers(index, paraphrase, (episode, anchor, row)) | {
-            "views": self._views(episode, steps)
-        }
+        return self.samples([index], paraphrases=[paraphrase])[0]
 
     def samples(
         self,
@@ -312,17 +309,6 @@ class WindowDataset:
                 "re-encode them with `wamlab transcode`"
             )
         return torch.stack([v.contiguous() for v in views])
-
-
-class _OpenEachTime:
-    """Opens a fresh decoder for every call and drops it: the public code's way, and its cost."""
-
-    def __init__(self, decoder: str) -> None:
-        lookup(DECODERS, decoder, "decoder")
-        self.decoder = decoder
-
-    def __call__(self, span: VideoSpan) -> Any:
-        return DECODERS[self.decoder](span.path, start_s=span.start_s, end_s=span.end_s)
 
 
 class Mixture:
