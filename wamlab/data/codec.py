@@ -33,7 +33,7 @@ class Codec:
 
     def encode_state(self, state: np.ndarray) -> np.ndarray:
         """Return normalised, zero-padded states, float32 [..., 64], from [..., S]."""
-        columns = _slices(self.embodiment.state)
+        columns = slices(self.embodiment.state)
         values = [
             normalize(state[..., columns[p.name]], s, p.normalization)
             for p, s in zip(self.embodiment.state, self.state)
@@ -50,7 +50,7 @@ class Codec:
         Returns:
             float32 [K * H, 32], in [-1, 1] where the normalisation bounds it, zero-padded.
         """
-        columns, states = _slices(self.embodiment.action), _slices(self.embodiment.state)
+        columns, states = slices(self.embodiment.action), slices(self.embodiment.state)
         values = []
         for part, statistics in zip(self.embodiment.action, self.action):
             x = action_KHA[..., columns[part.name]]
@@ -70,7 +70,7 @@ class Codec:
         Returns:
             float32 [K, H, A].
         """
-        columns, states = _slices(self.embodiment.action), _slices(self.embodiment.state)
+        columns, states = slices(self.embodiment.action), slices(self.embodiment.state)
         x_KHD = np.asarray(values).reshape(len(anchor_KS), -1, np.shape(values)[-1])
         found = []
         for part, statistics in zip(self.embodiment.action, self.action):
@@ -82,8 +82,10 @@ class Codec:
 
     def masks(self) -> tuple[np.ndarray, np.ndarray]:
         """Return which of the padded dimensions are real: state bool [64], action bool [32]."""
-        widths = (_width(self.embodiment.state), _width(self.embodiment.action))
-        return np.arange(STATE_DIM) < widths[0], np.arange(ACTION_DIM) < widths[1]
+        state, action = (
+            sum(p.width for p in parts) for parts in (self.embodiment.state, self.embodiment.action)
+        )
+        return np.arange(STATE_DIM) < state, np.arange(ACTION_DIM) < action
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics by part, for a file beside a checkpoint."""
@@ -116,24 +118,20 @@ def _statistics(values: Mapping[str, Any], which: str, part: Part) -> Statistics
         have = ", ".join(values) or "none"
         raise ConfigError(f"no statistics of {which} {part.name!r}; there are {have}")
     statistics = Statistics.from_json(values[part.name], f"statistics of {which} {part.name!r}")
-    if len(statistics.mean) != part.end - part.start:
+    if len(statistics.mean) != part.width:
         raise ConfigError(
             f"statistics of {which} {part.name!r} have {len(statistics.mean)} dimensions, "
-            f"the part has {part.end - part.start}"
+            f"the part has {part.width}"
         )
     return statistics
 
 
-def _width(parts: tuple[Part, ...]) -> int:
-    return sum(p.end - p.start for p in parts)
-
-
-def _slices(parts: tuple[Part, ...]) -> dict[str, slice]:
+def slices(parts: tuple[Part, ...]) -> dict[str, slice]:
     """Return where each part stands in the concatenated vector."""
     found, at = {}, 0
     for part in parts:
-        found[part.name] = slice(at, at + part.end - part.start)
-        at += part.end - part.start
+        found[part.name] = slice(at, at + part.width)
+        at += part.width
     return found
 
 

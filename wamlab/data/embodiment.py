@@ -46,6 +46,11 @@ class Part:
             raise ConfigError(f"part {self.name!r}: [{self.start}, {self.end}) is not a slice")
         lookup(NORMALIZATIONS, self.normalization, "normalization")
 
+    @property
+    def width(self) -> int:
+        """Number of dimensions."""
+        return self.end - self.start
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embodiment:
@@ -99,7 +104,7 @@ class Embodiment:
                 f"got {len(self.views)}: {', '.join(self.views)}"
             )
         for what, most in (("state", STATE_DIM), ("action", ACTION_DIM)):
-            width = sum(p.end - p.start for p in getattr(self, what))
+            width = sum(p.width for p in getattr(self, what))
             if width > most:
                 raise ConfigError(
                     f"embodiment {self.name!r}: {width} {what} dimensions, the model takes {most}"
@@ -123,12 +128,6 @@ class Embodiment:
     def frames(self) -> int:
         """Video frames a sample: 8 a block and the boundary frame."""
         return FRAMES_PER_BLOCK * self.blocks + 1
-
-    @property
-    def grid_hw(self) -> tuple[int, int]:
-        """Pixels (height, width) of the grid that the model sees."""
-        rows, columns = {"single": (1, 1), "side_by_side": (1, 2)}.get(self.layout, (2, 2))
-        return rows * self.view_hw[0], columns * self.view_hw[1]
 
     def frame_offsets(self) -> tuple[int, ...]:
         """Return the steps of a sample's frames after its first anchor: H/8 apart, up to K*H."""
@@ -168,11 +167,6 @@ def _joints(column: str, joint: tuple[int, int], gripper: tuple[int, int], relat
     )
 
 
-_DROID_VIEWS = ("exterior_image_1_left", "exterior_image_2_left", "wrist_image_left")
-_DROID_TEXT = (
-    "the wrist camera fills the upper half, the two outside cameras share the lower half, "
-    "one left and one right; an outside camera may be black"
-)
 _PARAPHRASES = ("", "_2", "_3")
 _TWO_TEXT = "the outside camera is the left half, the wrist camera is the right half"
 
@@ -181,80 +175,70 @@ _TOY = Embodiment(
     id=0,
     fps=15,
     horizon=24,
-    views=_DROID_VIEWS,
+    views=("exterior_image_1_left", "exterior_image_2_left", "wrist_image_left"),
     view_hw=(88, 160),
     layout="droid",
-    views_text=_DROID_TEXT,
+    views_text=(
+        "the wrist camera fills the upper half, the two outside cameras share the lower half, "
+        "one left and one right; an outside camera may be black"
+    ),
     state=_joints("observation.state", (0, 7), (7, 8)),
     action=_joints("action", (0, 7), (7, 8), relative=True),
+)
+_LIBERO = Embodiment(
+    name="libero",
+    id=21,
+    fps=10,
+    horizon=16,
+    views=("image", "wrist_image"),
+    view_hw=(256, 256),
+    layout="side_by_side",
+    views_text=_TWO_TEXT,
+    state=_parts("state", state=(0, 8)),
+    action=_parts("actions", actions=(0, 7)),
+)
+_SO101 = Embodiment(
+    name="so101",
+    id=0,
+    fps=30,
+    horizon=24,
+    views=("front",),
+    view_hw=(192, 256),
+    layout="single",
+    views_text="one camera looks at the table from the front",
+    state=_joints("observation.state", (0, 5), (5, 6)),
+    action=_joints("action", (0, 5), (5, 6), relative=True),
 )
 
 EMBODIMENTS: dict[str, Embodiment] = {
     e.name: e
     for e in (
-        Embodiment(
+        replace(
+            _TOY,
             name="droid",
             id=17,
-            fps=15,
-            horizon=24,
-            views=_DROID_VIEWS,
             view_hw=(176, 320),
-            layout="droid",
-            views_text=_DROID_TEXT,
             state=_joints("observation.state", (7, 14), (6, 7)),
             action=_joints("action", (14, 21), (12, 13), relative=True),
             language=tuple(f"annotation.language.language_instruction{n}" for n in _PARAPHRASES),
         ),
-        Embodiment(
-            name="libero",
-            id=21,
-            fps=10,
-            horizon=16,
-            views=("image", "wrist_image"),
-            view_hw=(256, 256),
-            layout="side_by_side",
-            views_text=_TWO_TEXT,
-            state=_parts("state", state=(0, 8)),
-            action=_parts("actions", actions=(0, 7)),
-        ),
-        Embodiment(  # a table-top Franka with one outside and one wrist camera, Cartesian deltas
+        _LIBERO,
+        replace(  # a table-top Franka with one outside and one wrist camera, Cartesian deltas
+            _LIBERO,
             name="franka",
-            id=21,
-            fps=10,
-            horizon=16,
-            views=("image", "wrist_image"),
-            view_hw=(256, 256),
-            layout="side_by_side",
-            views_text=_TWO_TEXT,
             state=_parts("observation.state", state=(0, 8)),
             action=_parts("action", actions=(0, 7)),
         ),
         _TOY,
         # in a grid of 64x128, which "tiny" reads without a resize
         replace(_TOY, name="toy-small", view_hw=(32, 64)),
-        Embodiment(
-            name="so101",
-            id=0,
-            fps=30,
-            horizon=24,
-            views=("front",),
-            view_hw=(192, 256),
-            layout="single",
-            views_text="one camera looks at the table from the front",
-            state=_joints("observation.state", (0, 5), (5, 6)),
-            action=_joints("action", (0, 5), (5, 6), relative=True),
-        ),
-        Embodiment(
+        _SO101,
+        replace(
+            _SO101,
             name="so101-dual",
-            id=0,
-            fps=30,
-            horizon=24,
             views=("front", "wrist"),
-            view_hw=(192, 256),
             layout="side_by_side",
             views_text=_TWO_TEXT,
-            state=_joints("observation.state", (0, 5), (5, 6)),
-            action=_joints("action", (0, 5), (5, 6), relative=True),
         ),
     )
 }

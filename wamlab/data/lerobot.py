@@ -235,10 +235,10 @@ class LeRobotDataset:
         stored = metadata.read_json(path) if path.is_file() else {}
         if part.name in stored:
             statistics = _from_file(stored[part.name], f"{path}: {part.name}")
-            if len(statistics.mean) != part.end - part.start:
+            if len(statistics.mean) != part.width:
                 raise DatasetError(
                     f"{path}: {part.name} has statistics of {len(statistics.mean)} dimensions, "
-                    f"the part has {part.end - part.start}"
+                    f"the part has {part.width}"
                 )
             return statistics
         name = (

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from wamlab.config import ConfigError
+from wamlab.data.codec import slices
 from wamlab.data.windows import WindowDataset
 from wamlab.evaluate.policy import Policy
 
@@ -98,12 +99,10 @@ def _compare(
     encoded = codec.encode_action(theirs_NHA, anchors_NS).reshape(*theirs_NHA.shape[:2], -1)
     mean = np.broadcast_to(encoded.mean(0), encoded.shape)
     plain = codec.decode_action(mean.reshape(-1, mean.shape[-1]), anchors_NS)
-    at, error, mean_error, by_step = 0, {}, {}, {}
-    for part in codec.embodiment.action:
-        own = slice(at, at + part.end - part.start)
-        at = own.stop
+    error, mean_error, by_step = {}, {}, {}
+    for name, own in slices(codec.embodiment.action).items():
         distance = np.abs(mine_NHA - theirs_NHA)[..., own]
-        error[part.name] = float(distance.mean())
-        mean_error[part.name] = float(np.abs(plain - theirs_NHA)[..., own].mean())
-        by_step[part.name] = distance.mean((0, 2)).tolist()
+        error[name] = float(distance.mean())
+        mean_error[name] = float(np.abs(plain - theirs_NHA)[..., own].mean())
+        by_step[name] = distance.mean((0, 2)).tolist()
     return OpenLoopResult(chunks=len(mine_NHA), error=error, mean_error=mean_error, by_step=by_step)

@@ -193,9 +193,9 @@ class ModelPolicy(Policy):
 
     def _state(self, observation: Observation) -> np.ndarray:
         state = np.asarray(observation["state"], np.float32)
-        width = sum(p.end - p.start for p in self.embodiment.state)
+        width = sum(p.width for p in self.embodiment.state)
         if state.shape != (width,) or not np.isfinite(state).all():
-            parts = ", ".join(f"{p.name} [{p.end - p.start}]" for p in self.embodiment.state)
+            parts = ", ".join(f"{p.name} [{p.width}]" for p in self.embodiment.state)
             raise ObservationError(
                 f"state must be {width} finite numbers ({parts}), got shape {list(state.shape)}"
                 + ("" if np.isfinite(state).all() else " with values that are not finite")
@@ -203,7 +203,11 @@ class ModelPolicy(Policy):
         return state
 
     def clip(self, observations: Sequence[Observation]) -> Tensor:
-        """Return the frames as the model's grid, uint8 [B, T, H, W, 3], on its device."""
+        """Return the frames as the model's grid, uint8 [B, T, H, W, 3], on its device.
+
+        Raises:
+            ObservationError: a view is missing or of another kind, or shapes that differ.
+        """
         robots = [
             [_frames(o["views"], name) for name in self.embodiment.views] for o in observations
         ]

@@ -197,10 +197,7 @@ def read_observation(request: dict[str, Any], embodiment: Embodiment) -> dict[st
     shapes = {view.shape for view in views.values()}
     if len(shapes) > 1:
         raise RequestError(f"the views of one request have one shape, got {sorted(shapes)}")
-    state = [
-        _numbers(request, f"observation/{part.name}", part.end - part.start)
-        for part in embodiment.state
-    ]
+    state = [_numbers(request, f"observation/{part.name}", part.width) for part in embodiment.state]
     prompt = request.get("prompt")
     if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT:
         raise RequestError(f"prompt is a text of 1 to {MAX_PROMPT} characters, got {_kind(prompt)}")
