@@ -17,6 +17,7 @@ import torch
 from counted_data import read_barcodes, write_counted
 
 from wamlab.config import ConfigError, from_dict, to_dict
+from wamlab.data.cache import DecoderCache
 from wamlab.data.container import VideoError
 from wamlab.data.data_config import DataConfig, Source, open_data
 from wamlab.data.embodiment import EMBODIMENTS
@@ -83,7 +84,7 @@ def assert_equal(left: list[dict], right: list[dict]) -> None:
 def test_a_batch_holds_its_samples(make, root):
     loader = make(augment="device")
     batch, ids = next(loader), loader.ids_of_step(0)[:2]
-    data = WindowDataset(LeRobotDataset(root, COUNTED), decoder="pyav")
+    data = WindowDataset(LeRobotDataset(root, COUNTED), open_video=DecoderCache("pyav"))
     want = [data.sample(int(i)) for i in ids]
     assert batch["sample_id"].tolist() == ids.tolist()
     assert batch["prompt"] == [w["prompt"] for w in want]

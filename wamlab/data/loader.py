@@ -101,16 +101,67 @@ def _plan(sampler: Sampler, share: _Share, step: int, done: int) -> Iterator[Ite
         step, done = step + 1, 0
 
 
-class _Host:
-    """Micro-batches in host memory: read in this process, or by workers; by a thread, or on call.
+class Ahead:
+    """Items that a thread takes ahead from an iterator; what goes wrong there, `get` raises.
 
     Args:
-        reader: reads the items.
-        plan: the items, in order.
-        micro: samples a batch.
-        pin: batches in page-locked memory.
-        stream: what a GPU decoder runs on in the thread.
+        items: where they come from.
+        depth: items that wait at most.
+        stream: what a GPU works on in the thread.
     """
+
+    def __init__(
+        self, items: Iterator[Any], depth: int, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self._stop, self._error = threading.Event(), None
+        self._queue: queue.Queue = queue.Queue(depth)
+        self._thread = threading.Thread(target=self._fill, args=(items, stream), daemon=True)
+        self._thread.start()
+
+    def _fill(self, items: Iterator[Any], stream: torch.cuda.Stream | None) -> None:
+        try:
+            with torch.cuda.stream(stream):
+                for item in items:
+                    if not self._put(item):
+                        return
+        except BaseException as error:  # the training thread raises it
+            self._put(error)
+
+    def _put(self, value: Any) -> bool:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(value, timeout=0.1)
+                return True
+        return False
+
+    def get(self) -> Any:
+        """Return the next item, waiting for it."""
+        if self._error is None:
+            value = self._queue.get()
+            if not isinstance(value, BaseException):
+                return value
+            self._error = value
+        raise self._error
+
+    def poll(self) -> Any | None:
+        """Return the next item if it is there already."""
+        if self._error is not None or self._queue.empty():  # nobody else takes from it
+            return None
+        value = self._queue.get_nowait()
+        if not isinstance(value, BaseException):
+            return value
+        self._error = value
+        return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class _Host:
+    """Micro-batches in host memory: read in this process or by workers, by a thread or on call."""
 
     def __init__(
         self,
@@ -124,55 +175,20 @@ class _Host:
         config = reader.config
         items = _start_workers(reader, plan) if config.workers else map(reader.__getitem__, plan)
         self._batches = _assemble(items, micro, pin)
-        self._stop, self._thread, self._error = threading.Event(), None, None
-        if config.prefetch:
-            self._queue: queue.Queue = queue.Queue(config.prefetch)
-            self._thread = threading.Thread(target=self._fill, args=(stream,), daemon=True)
-            self._thread.start()
-
-    def _fill(self, stream: torch.cuda.Stream | None) -> None:
-        try:
-            with torch.cuda.stream(stream):
-                for batch in self._batches:
-                    if not self._put(batch):
-                        return
-        except BaseException as error:  # the training thread raises it
-            self._put(error)
-
-    def _put(self, value: Any) -> bool:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(value, timeout=0.1)
-                return True
-        return False
+        self._ahead = Ahead(self._batches, config.prefetch, stream) if config.prefetch else None
 
     def get(self) -> tuple[int, dict[str, Any]]:
         """Return the next batch and its step, waiting for it."""
-        if self._thread is None:
-            return next(self._batches)
-        if self._error is None:
-            value = self._queue.get()
-            if not isinstance(value, BaseException):
-                return value
-            self._error = value
-        raise self._error
+        return self._ahead.get() if self._ahead else next(self._batches)
 
     def poll(self) -> tuple[int, dict[str, Any]] | None:
         """Return the next batch if it is there already."""
-        if self._thread is None or self._error is not None:
-            return None
-        with contextlib.suppress(queue.Empty):
-            value = self._queue.get_nowait()
-            if not isinstance(value, BaseException):
-                return value
-            self._error = value
-        return None
+        return self._ahead.poll() if self._ahead else None
 
     def close(self) -> None:
         """End the thread and the workers."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._ahead:
+            self._ahead.close()
         self._batches.close()
         self._batches = iter(())
 

@@ -6,8 +6,6 @@ in where the numbers come from and in who waits for whom.
 
 import contextlib
 import dataclasses
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wamlab.config import ConfigError
+from wamlab.data.loader import Ahead
 from wamlab.data.sampler import permuted, share_of
 from wamlab.draws import Draws
 from wamlab.motion.augment import AugmentConfig, Window, augment
@@ -47,7 +46,11 @@ class MotionData:
 
 
 def open_windows(data: MotionData) -> Windows:
-    """Open the windows of the training files, or with `train=False` those held out."""
+    """Open the windows of the training files, or with `train=False` those held out.
+
+    Raises:
+        ConfigError: no file is left to train on.
+    """
     paths = bvh_files(data.folder)
     if data.held_out >= len(paths):
         raise ConfigError(f"{data.folder} has {len(paths)} files, {data.held_out} are held out")
@@ -93,11 +96,10 @@ class MotionLoader:
         self.device, self.step, self.wait_s = torch.device(device), start_step, 0.0
         self.pin = self.device.type == "cuda" and data.prefetch > 0
         self.stream = torch.cuda.Stream(self.device) if self.pin else None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         if data.source == "resident":
             self.resident = windows.batch(range(len(windows))).to(self.device)
-        self._batches = self._prefetched() if data.prefetch else self._read()
+        self._batches = self._read()
+        self._ahead = Ahead(self._batches, data.prefetch) if data.prefetch else None
 
     def ids_of_step(self, step: int) -> np.ndarray:
         """Return the windows of one step over all ranks: shuffled epochs, int64 [global_batch]."""
@@ -110,7 +112,7 @@ class MotionLoader:
 
     def __next__(self) -> dict[str, Tensor]:
         start = time.perf_counter()
-        batch, arrived = next(self._batches)
+        batch, arrived = self._ahead.get() if self._ahead else next(self._batches)
         if arrived is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(arrived)
@@ -148,33 +150,7 @@ class MotionLoader:
             batch = {k: v.to(self.device, non_blocking=self.pin) for k, v in batch.items()}
             return batch, self.stream.record_event() if self.stream else None
 
-    def _prefetched(self) -> Iterator[tuple[dict[str, Tensor], Any]]:
-        ready: queue.Queue = queue.Queue(self.data.prefetch)
-
-        def fill() -> None:
-            batches = self._read()
-            while not self._stop.is_set():
-                try:
-                    item = next(batches)
-                except BaseException as error:  # the training thread raises it
-                    item = error
-                while not self._stop.is_set():
-                    with contextlib.suppress(queue.Full):
-                        ready.put(item, timeout=0.1)
-                        break
-                if isinstance(item, BaseException):
-                    return
-
-        self._thread = threading.Thread(target=fill, daemon=True)
-        self._thread.start()
-        while True:
-            item = ready.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
     def close(self) -> None:
         """End the thread."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._ahead:
+            self._ahead.close()
