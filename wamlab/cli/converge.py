@@ -39,7 +39,7 @@ from wamlab.evaluate.closed_loop import (
     closed_loop,
     worker_pool,
 )
-from wamlab.evaluate.load import ACTING, QUICK, Acting
+from wamlab.evaluate.load import ACTING, Acting, prepare_to_act
 from wamlab.evaluate.policy import ModelPolicy, PolicyConfig
 from wamlab.evaluate.toy_corpus import make_corpus
 from wamlab.measure import Record, append_jsonl, read_records, stamp, synchronize
@@ -285,10 +285,7 @@ class _Looker:
         self.config, self.trainer = config, trainer
         with trainer.device:
             model = WorldActionModel(trainer.config.model)
-        for option, value in QUICK.items():
-            model.set_option(option, value)
-        half = trainer.device.type == "cuda" and trainer.config.precision == "bf16"
-        model.dit.to(torch.bfloat16 if half else torch.float32).eval()
+        prepare_to_act(model, trainer.device.type == "cuda" and trainer.config.precision == "bf16")
         self.policy = ModelPolicy(model, corpus.codec, config.policy)
         self.pool = worker_pool(config.workers) if config.workers > 1 else None
 

@@ -98,7 +98,7 @@ class ClosedLoopResult:
         }
 
 
-def wilson(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
+def wilson(successes: int, trials: int) -> tuple[float, float]:
     """Return the interval that holds the true success rate in 95 % of all experiments.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
@@ -109,9 +109,9 @@ def wilson(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ConfigError(f"{successes} successes of {trials} trials: no rate")
-    rate, share = successes / trials, z * z / trials
+    rate, share = successes / trials, Z_95 * Z_95 / trials
     middle = (rate + share / 2) / (1 + share)
-    reach = z / (1 + share) * math.sqrt(rate * (1 - rate) / trials + share / (4 * trials))
+    reach = Z_95 / (1 + share) * math.sqrt(rate * (1 - rate) / trials + share / (4 * trials))
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 

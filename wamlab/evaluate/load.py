@@ -144,11 +144,16 @@ def open_policy(
     with device:
         model = WorldActionModel(model_config)
     _load_weights(model, found)
+    prepare_to_act(model, half)
+    acting = found.acting()
+    return ModelPolicy(model, acting.codec, config or acting.policy)
+
+
+def prepare_to_act(model: WorldActionModel, half: bool) -> None:
+    """Set the quick options, and freeze the DiT in bf16 (`half`) or fp32."""
     for option, value in QUICK.items():
         model.set_option(option, value)
     model.dit.to(torch.bfloat16 if half else torch.float32).eval().requires_grad_(False)
-    acting = found.acting()
-    return ModelPolicy(model, acting.codec, config or acting.policy)
 
 
 def load_decoder(policy: ModelPolicy) -> VAE:

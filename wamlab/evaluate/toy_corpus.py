@@ -26,7 +26,6 @@ def make_corpus(
     model: WorldActionModel,
     config: ToyPlayConfig,
     *,
-    codec: Codec | None = None,
     workers: int = 1,
     batch: int = 16,
 ) -> Corpus:
@@ -35,7 +34,6 @@ def make_corpus(
     Args:
         model: whose encoders are used.
         config: what to play.
-        codec: another corpus's statistics, for data that is held out; None takes this one's own.
         workers: processes that play and draw.
         batch: samples encoded at once.
     """
@@ -47,7 +45,7 @@ def make_corpus(
         starts = _starts(played, robot, config.every)
         parts.append(_encode(model, frames, starts, (robot, batch)))
         plays.append((replace(played, views=np.empty(0)), starts))
-    codec = codec or _codec(robot, [p for p, _ in plays])
+    codec = _codec(robot, [p for p, _ in plays])
     prompts = tuple(dict.fromkeys(robot.prompt_text(p.task) for p, _ in plays))
     tensors = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
     tensors |= _numbers(codec, plays, prompts)

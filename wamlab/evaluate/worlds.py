@@ -1,29 +1,11 @@
 """Worlds between two calls of a policy; imports no torch, so that many processes may move them."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from wamlab.data.toy_env import ToyConfig, ToyWorld
-
-
-class World(Protocol):
-    """What is played in; `ToyWorld` is one."""
-
-    task: str
-
-    def state(self) -> np.ndarray:
-        """Return the robot's state, float [S]."""
-
-    def step(self, action: np.ndarray) -> np.ndarray:
-        """Carry out one action [E]."""
-
-    def render(self) -> dict[str, np.ndarray]:
-        """Return the views, uint8 [H, W, 3] each."""
-
-    def success(self) -> bool:
-        """Tell whether the task is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +13,7 @@ class Moment:
     """A robot after a chunk: its world, the frames of each view since the last moment uint8
     [T, H, W, 3], the steps it has taken, and whether its task is done."""
 
-    world: World
+    world: ToyWorld
     views: dict[str, np.ndarray]
     steps: int
     done: bool
