@@ -66,33 +66,29 @@ def _views(robot: Embodiment, batch: int, native: tuple[int, int]) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def _draws(ids: Tensor) -> Draws:
-    return Draws(0, 0, ids)
-
-
 def _public(views: Tensor, robot: Embodiment) -> tuple[Tensor, Record]:
     """Time the public path on one thread, as a worker runs it; return its pixels too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         timing = _time(
-            lambda: augment_cpu(views[0], _draws(torch.tensor([0])), robot),
+            lambda: augment_cpu(views[0], Draws(0, 0, torch.tensor([0])), robot),
             torch.device("cpu"),
             repeats=3,
         )
     finally:
         torch.set_num_threads(threads)
     ids = range(min(CHECKED, len(views)))
-    want = torch.stack([augment_cpu(views[i], _draws(torch.tensor([i])), robot) for i in ids])
+    want = torch.stack([augment_cpu(views[i], Draws(0, 0, torch.tensor([i])), robot) for i in ids])
     return want, _record("public, one sample on one CPU thread", timing, batch=1)
 
 
 def _batch(name: str, augment: Augment, views: Tensor, *, want: Tensor, repeats: int) -> Record:
-    ids = torch.arange(len(views), device=views.device)
+    draws = Draws(0, 0, torch.arange(len(views), device=views.device))
     reset_peak(views.device)
-    got = augment(views, _draws(ids))[: len(want)].cpu()
+    got = augment(views, draws)[: len(want)].cpu()
     off = int((got.int() - want.int()).abs().max())
-    timing = _time(lambda: augment(views, _draws(ids)), views.device, repeats)
+    timing = _time(lambda: augment(views, draws), views.device, repeats)
     wrong = None if off <= 1 else f"pixels differ by {off}/255 from the public path's"
     return _record(name, timing, len(views), off=off, wrong=wrong, dev=views.device)
 

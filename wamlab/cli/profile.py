@@ -13,6 +13,8 @@ from wamlab.measure import Record, append_jsonl
 from wamlab.trace import Event, diff_kernels, read_trace
 from wamlab.train.profile import ProfileConfig
 
+SHOWN = 5  # kernels of each kind in a comparison
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab profile`."""
@@ -74,7 +76,7 @@ def summary(record: Record) -> str:
     return "\n".join(lines)
 
 
-def difference(before: Sequence[Event], after: Sequence[Event], shown: int = 5) -> str:
+def difference(before: Sequence[Event], after: Sequence[Event]) -> str:
     """Return what the second run's trace lacks, has anew, and runs faster or slower."""
     found = diff_kernels(before, after)
     lines = []
@@ -82,10 +84,10 @@ def difference(before: Sequence[Event], after: Sequence[Event], shown: int = 5) 
         rows = sorted(found[kind].items(), key=lambda row: -row[1][1])
         total = sum(ms for _, (_, ms) in rows)
         lines.append(f"{kind}: {len(rows)} kernels, {total:.1f} ms")
-        lines += [f"  {ms:9.2f} ms {calls:>6} × {name[:80]}" for name, (calls, ms) in rows[:shown]]
+        lines += [f"  {ms:9.2f} ms {calls:>6} × {name[:80]}" for name, (calls, ms) in rows[:SHOWN]]
     rows = sorted(found["changed_ms"].items(), key=lambda row: -abs(row[1]))
     lines.append(f"in both: {len(rows)} kernels, {sum(ms for _, ms in rows):+.1f} ms")
-    lines += [f"  {ms:+9.2f} ms          {name[:80]}" for name, ms in rows[:shown]]
+    lines += [f"  {ms:+9.2f} ms          {name[:80]}" for name, ms in rows[:SHOWN]]
     return "\n".join(lines)
 
 

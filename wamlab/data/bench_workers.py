@@ -23,6 +23,7 @@ from wamlab.data.frame_times import frame_times
 from wamlab.data.video import DECODERS, decoder_status
 from wamlab.measure import Record, Timing, stamp, synchronize
 
+PATTERN = "window"  # of bench_decode.PATTERNS
 LAUNCHES = 200  # operations between two looks at the clock
 
 
@@ -41,10 +42,8 @@ def sweep_workers(
     decoders: Sequence[str],
     workers: Sequence[int] = (1, 2),
     *,
-    pattern: str = "window",
     seconds: float = 3.0,
     device: str = "cpu",
-    seed: int = 0,
 ) -> list[Record]:
     """Decode samples in 1, 2, ... processes for some seconds each, beside a launch-bound main loop.
 
@@ -52,20 +51,21 @@ def sweep_workers(
         source: what `bench_decode.view_sets` takes.
         decoders: names of DECODERS; one that cannot run here gets one record with its reason.
         workers: numbers of processes.
-        pattern: a name of `bench_decode.PATTERNS`.
         seconds: how long each pair of decoder and number of workers decodes.
         device: where the frames are wanted, and where the main loop runs.
-        seed: of the draw of the samples.
 
     Returns:
         A record of scope "decode" a pair. `samples_per_s` is that of all workers; `extra` holds
         `workers`, `cpu_ms` (a sample, with quartiles), `rss_gib` (all workers), and `slowdown` of
         the main loop (1 = none).
+
+    Raises:
+        ConfigError: no workers or no time, or an unknown decoder.
     """
     if not workers or min(workers) < 1 or seconds <= 0:
         raise ConfigError(f"workers {list(workers)} for {seconds} s: at least 1, for some time")
     reasons = {n: lookup(DECODERS, n, "decoder") and decoder_status(n) for n in decoders}
-    samples = tuple(draw_samples(source, pattern, count=64, seed=seed))
+    samples = tuple(draw_samples(source, PATTERN, count=64))
     records = [_named(n, device, reason=reason) for n, reason in reasons.items() if reason]
     usable = [n for n, reason in reasons.items() if reason is None]
     with _Crew(max(workers) if usable else 0) as crew:
@@ -74,7 +74,7 @@ def sweep_workers(
                 crew.run(name, samples, device, count, 0.0)  # opens the libraries and the files
                 alone = launches_per_s(seconds / 2, device)  # just before: other load may change
                 done, beside = crew.run(name, samples, device, count, seconds)
-                facts = {"workers": count, "pattern": pattern, "slowdown": alone / beside}
+                facts = {"workers": count, "pattern": PATTERN, "slowdown": alone / beside}
                 records.append(_record(name, device, done, facts, seconds))
     return records
 

@@ -30,6 +30,11 @@ _GOLDEN, _MIX_1, _MIX_2 = (
 def share_of(global_batch: int, micro_batch: int, world_size: int) -> int:
     """Return how many samples of a step a rank takes, a multiple of `micro_batch`.
 
+    Args:
+        global_batch: samples of a step over all ranks.
+        micro_batch: samples that a rank takes at once.
+        world_size: ranks.
+
     Raises:
         ConfigError: the batch sizes do not divide.
     """
@@ -71,9 +76,8 @@ def permuted(places: np.ndarray, size: np.ndarray | int, *key: np.ndarray | int)
     half = np.maximum(bits, 1).astype(np.uint64)
     keys = [np.broadcast_to(mix(r, *key), x.shape) for r in range(4)]
     walking = np.ones(x.shape, bool)
-    while (
-        walking.any()
-    ):  # leave the network's own range, at most four times as wide, on average twice
+    # the network's own range is at most four times as wide, on average twice: walk until inside
+    while walking.any():
         x[walking] = _feistel(x[walking], half[walking], [k[walking] for k in keys])
         walking = x >= size
     return x.astype(np.int64)
@@ -94,7 +98,13 @@ class Steps:
     group: ClassVar[int] = 1  # samples that stand together
 
     def ids(self, places: np.ndarray, data: WindowDataset, seed: int) -> np.ndarray:
-        """Return the sample at each place of the endless order, int64 [N]."""
+        """Return the sample at each place of the endless order, int64 [N].
+
+        Args:
+            places: int64 [N], 0 or more.
+            data: whose samples are ordered.
+            seed: of the order.
+        """
         size = len(data)
         return permuted(places % size, size, seed, places // size)
 
