@@ -5,7 +5,10 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from wamlab.train.config import PRESETS, TrainConfig
 from wamlab.train.metrics import NonFiniteError
 from wamlab.train.optim import OptimConfig
 from wamlab.train.trainer import Trainer
+from wamlab.train.wrap import CompileCacheError, explained
 
 CONFIG = TrainConfig(
     name="toy",
@@ -269,3 +273,28 @@ def test_validation_is_the_same_every_time(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     assert rows == [{"step": 4, **first}] * 2
     assert set(first) == {"loss"}
+
+
+def test_a_half_written_file_of_the_compile_cache_is_named_with_its_cure():
+    with pytest.raises(CompileCacheError, match=r"^/c/ab.main.so is half-written"), explained():
+        raise RuntimeError("InductorError: ImportError: /c/ab.main.so: file too short\n\nSet ...")
+    with pytest.raises(RuntimeError, match=r"^another"), explained():
+        raise RuntimeError("another")
+
+
+@pytest.mark.slow
+def test_a_compile_cache_is_whole_again_after_its_half_written_file_was_deleted(tmp_path):
+    script = "from test_trainer import *; run('compile', BATCH, recompute('none'))"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    env = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def fresh():
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    assert fresh().returncode == 0
+    library = min(tmp_path.rglob("*.main.so"))
+    library.write_bytes(b"")
+    assert f"CompileCacheError: {library} is half-written" in fresh().stderr
+    library.unlink()
+    assert fresh().returncode == 0

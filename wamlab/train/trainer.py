@@ -22,7 +22,7 @@ from wamlab.dist import device as pick_device
 from wamlab.dist import print0, rank
 from wamlab.measure import Record, StepClock, Timing, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.stored import CheckpointError
-from wamlab.train import memory
+from wamlab.train import memory, wrap
 from wamlab.train.build import build_model, export
 from wamlab.train.checkpoint import Checkpoints, load, read_marker
 from wamlab.train.communication import StopSignal, training_group, with_links
@@ -154,6 +154,7 @@ class Trainer:
             stack.enter_context(PeerWatch(self.config.silence_s))
             stop = stack.enter_context(StopSignal())
             stack.enter_context(self._memory)
+            stack.enter_context(wrap.explained())
             stopped = False
             while self.step_count < self.config.steps and not stopped:
                 self.step()

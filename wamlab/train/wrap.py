@@ -1,6 +1,10 @@
 """The one place that wraps a model: recompute, compile, sharding, and the reason for their
 order."""
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,9 +14,36 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, UserError
 from wamlab.train.optimizations import Fsdp2, StepPlan, recompute_of
 from wamlab.train.wire import Wires
+
+HALF_WRITTEN = re.compile(r"(\S+\.so): (?:file too short|invalid ELF header)")
+
+
+class CompileCacheError(UserError):
+    """A file of the compile cache is broken."""
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn the failure to load a half-written file of Inductor's cache into its name and cure.
+
+    A process that is killed while the linker writes leaves one, and it is found again for ever.
+
+    Raises:
+        CompileCacheError: the body met such a file.
+    """
+    try:
+        yield
+    except Exception as error:
+        broken = HALF_WRITTEN.search(str(error))
+        if not broken:
+            raise
+        raise CompileCacheError(
+            f"{broken[1]} is half-written: a compiler was killed once; delete this file and run "
+            "again"
+        ) from error
 
 
 def wrap(model: nn.Module, plan: StepPlan, mesh: DeviceMesh | None, precision: str) -> Wires | None:
