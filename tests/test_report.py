@@ -2,12 +2,14 @@
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
 from wamlab.cli import lab
 from wamlab.cli import report as command
 from wamlab.config import ConfigError, UserError
+from wamlab.jupyter.markdown import update
 from wamlab.jupyter.report import write_report
 from wamlab.jupyter.table import html_table, print_ladder, rich_table
 from wamlab.measure import Record, Timing, append_jsonl, stamp
@@ -97,3 +99,60 @@ def test_lab_opens_the_notebooks(tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "NOTEBOOKS", tmp_path / "absent")
     with pytest.raises(UserError, match="no notebooks at"):
         lab.command(parser.parse_args([]))
+
+
+def test_readmes_tables_are_those_of_their_records(tmp_path, capsys):
+    readme = Path(__file__).parents[1] / "README.md"
+    text = readme.read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(re.sub(r"(?<=-->\n)\|.*?(?=<!-- end)", "| old |\n", text, flags=re.DOTALL))
+    (tmp_path / "notebooks").symlink_to(readme.parent / "notebooks")
+    assert command.run(options("--update", str(copy))) == 0
+    assert "3 tables" in capsys.readouterr().out
+    assert copy.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no table", "no table between"),
+        ("<!-- records: r.jsonl stpe -->\n<!-- end -->", "did you mean 'step'"),
+        ("<!-- records: r.jsonl dit -->\n<!-- end -->", "r.jsonl has no record of scope 'dit'"),
+    ],
+)
+def test_a_file_whose_tables_cannot_be_made_is_refused(tmp_path, text, message):
+    append_jsonl(tmp_path / "r.jsonl", RECORDS)
+    (tmp_path / "a.md").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        command.run(options("--update", str(tmp_path / "a.md")))
+    assert (tmp_path / "a.md").read_text() == text
+
+
+def test_rows_that_do_not_count_say_why_in_markdown(tmp_path):
+    append_jsonl(tmp_path / "r.jsonl", RECORDS)
+    (tmp_path / "a.md").write_text("<!-- records: r.jsonl step -->\n<!-- end -->\n")
+    assert update(tmp_path / "a.md") == 1
+    text = (tmp_path / "a.md").read_text()
+    assert "| compute | 200 | 10.00 | 2.00× | 3e-06 |" in text
+    assert "| off | losses differ by 0.3 |" in text
+    assert "| data <b> | torchcodec needs FFmpeg |" in text
+
+
+def test_days_of_a_full_run(tmp_path, capsys):
+    append_jsonl(tmp_path / "r.jsonl", RECORDS)
+    files = [str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "page"), "--samples", "8.64e6"]
+    assert command.run(options(*files)) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"official +20 days for 8.64e\+06 samples on this machine", printed)
+    assert re.search(r"compute +10 days", printed)
+
+
+def test_report_without_anything_to_do_is_refused():
+    with pytest.raises(ConfigError, match="takes files of records, or --update"):
+        command.run(options())
+
+
+def options(*line):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(list(line))
