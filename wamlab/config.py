@@ -11,7 +11,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,9 +37,14 @@ def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
     Raises:
         ConfigError: no such name.
     """
-    if name in table:
-        return table[name]
-    raise ConfigError(unknown_name(name, table, kind))
+    check_name(name, table, kind)
+    return table[name]
+
+
+def check_name(name: str, allowed: Collection[str], kind: str) -> None:
+    """Refuse a name that is not among the allowed ones, see `lookup`."""
+    if name not in allowed:
+        raise ConfigError(unknown_name(name, allowed, kind))
 
 
 def unknown_name(name: str, allowed: Iterable[str], kind: str) -> str:
@@ -79,8 +84,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
     hints = typing.get_type_hints(cls)
     fields = {f.name for f in dataclasses.fields(cls) if f.init}
     for key in values:
-        if key not in fields:
-            raise ConfigError(unknown_name(key, fields, f"{cls.__name__} field"))
+        check_name(key, fields, f"{cls.__name__} field")
     try:
         built = {k: _convert(hints[k], v, f"{cls.__name__}.{k}") for k, v in values.items()}
         return cls(**built)
@@ -130,8 +134,7 @@ def replace(config: T, changes: Mapping[str, Any] | None = None, /, **kwargs: An
     for key, value in {**(changes or {}), **kwargs}.items():
         head, _, rest = key.partition(".")
         fields = [f.name for f in dataclasses.fields(config)]
-        if head not in fields:
-            raise ConfigError(unknown_name(head, fields, f"{type(config).__name__} field"))
+        check_name(head, fields, f"{type(config).__name__} field")
         if rest:
             value = replace(getattr(config, head), {rest: value})
         config = dataclasses.replace(config, **{head: value})

@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from wamlab.config import ConfigError, unknown_name
+from wamlab.config import check_name
 
 PARTS: dict[str, str] = {
     "decode": "video decoders, frames compared in the same run",
@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one part."""
-    if args.part not in PARTS:
-        raise ConfigError(unknown_name(args.part, PARTS, "part"))
+    check_name(args.part, PARTS, "part")
     module = importlib.import_module(f"wamlab.cli.bench_{args.part}")
     parser = argparse.ArgumentParser(
         prog=f"wamlab bench {args.part}", description=f"Time {PARTS[args.part]}."

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wamlab.config import ConfigError, lookup
+from wamlab.config import ConfigError, check_name
 from wamlab.data.embodiment import Embodiment
 from wamlab.data.jitter import ADJUSTMENTS, PLANE_ADJUSTMENTS, Jitter
 from wamlab.draws import Draws
@@ -180,8 +180,8 @@ class Augment:
     """
 
     def __init__(self, embodiment: Embodiment, *, impl: str = "auto", chunk: int = 4) -> None:
-        self.embodiment, self.chunk = embodiment, chunk
-        self.impl = lookup({name: name for name in IMPLS}, impl, "augmentation impl")
+        check_name(impl, IMPLS, "augmentation impl")
+        self.embodiment, self.chunk, self.impl = embodiment, chunk, impl
         self._compiled = torch.compile(_augment_batch, dynamic=False, fullgraph=True)
 
     def __call__(self, views_BVT3HW: Tensor, draws: Draws, train: bool = True) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from wamlab.config import ConfigError, lookup
+from wamlab.config import ConfigError, check_name, lookup
 from wamlab.data.cache import DecoderCache
 from wamlab.data.embodiment import EMBODIMENTS, Embodiment
 from wamlab.data.lerobot import LeRobotDataset
@@ -82,7 +82,7 @@ class DataConfig:
         lookup(DECODERS, self.decoder, "decoder")
         for source in (self, *self.mixture):
             lookup(EMBODIMENTS, source.embodiment, "embodiment")
-        lookup({"cpu": 0, "device": 0}, self.augment, "place of augmentation")
+        check_name(self.augment, ("cpu", "device"), "place of augmentation")
         if isinstance(self.sampling, str):
             lookup(STRATEGIES, self.sampling, "sampling strategy")
         least = {"workers": 0, "prefetch": 0, "decoder_cache": 0}

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from wamlab.config import ConfigError, lookup
+from wamlab.config import ConfigError, check_name, lookup
 from wamlab.data.toy_arm import SHOULDER_M, forward, inverse
 from wamlab.data.toy_render import RIGS, Ball, Box, Camera, Capsule, Plate, Primitive, render
 
@@ -60,7 +60,7 @@ class ToyConfig:
         for color in (*self.colors, *self.plate_colors):
             lookup(COLORS, color, "toy color")
         for shape in self.shapes:
-            lookup(dict.fromkeys(SHAPES), shape, "toy shape")
+            check_name(shape, SHAPES, "toy shape")
         kinds = len(self.shapes) * len(self.colors)
         if self.objects > kinds or self.plates > len(self.plate_colors):
             raise ConfigError(

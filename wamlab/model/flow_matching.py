@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from wamlab.config import ConfigError, unknown_name
+from wamlab.config import check_name
 from wamlab.draws import Draws
 
 STEPS = 1000
@@ -81,8 +81,7 @@ def draw_timesteps(
     Raises:
         ConfigError: unknown mode.
     """
-    if mode not in MODES:
-        raise ConfigError(unknown_name(mode, MODES, "noise mode"))
+    check_name(mode, MODES, "noise mode")
     per_block, registers = config.num_frame_per_block, config.num_action_per_block
     if mode == "standard":
         raw_BF = draws.integers("video_time", STEPS, (latent_frames,))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from wamlab.config import ConfigError, lookup, unknown_name
+from wamlab.config import ConfigError, check_name, lookup
 from wamlab.model import attention, fused, reference
 from wamlab.model.attention import Layout, build_attention
 
@@ -57,10 +57,9 @@ class ModelOptions:
                     "distinct_times, use 'fused' without it"
                 )
         lookup(OPERATIONS, self.impl, "impl")
-        if self.attention not in (names := ("auto", *attention.IMPLEMENTATIONS)):
-            raise ConfigError(unknown_name(self.attention, names, "attention implementation"))
-        if self.time_dtype not in (names := ("fp32", "bf16")):
-            raise ConfigError(unknown_name(self.time_dtype, names, "time_dtype"))
+        implementations = ("auto", *attention.IMPLEMENTATIONS)
+        check_name(self.attention, implementations, "attention implementation")
+        check_name(self.time_dtype, ("fp32", "bf16"), "time_dtype")
 
 
 def _load_triton() -> None:

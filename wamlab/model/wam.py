@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wamlab.config import ConfigError, lookup, replace, unknown_name
+from wamlab.config import ConfigError, check_name, lookup, replace
 from wamlab.draws import Draws
 from wamlab.model import flow_matching
 from wamlab.model.dit import MODEL_SIZES, WorldActionDiT
@@ -193,8 +193,7 @@ class WorldActionModel(nn.Module):
             if name == "compile_encoders":
                 self._compile_vae(value)
             return
-        if name not in inner | {"shortcuts"}:
-            raise ConfigError(unknown_name(name, own | inner | {"shortcuts"}, "model option"))
+        check_name(name, own | inner | {"shortcuts"}, "model option")
         changes = dict.fromkeys(SHORTCUTS, value) if name == "shortcuts" else {name: value}
         self.options = replace(self.options, dit=replace(self.options.dit, changes))
         self.dit.set_options(self.options.dit)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wamlab.config import from_dict, lookup, replace
+from wamlab.config import check_name, from_dict, lookup, replace
 from wamlab.dist import device as pick_device
 from wamlab.draws import Draws
 from wamlab.measure import Record
@@ -63,7 +63,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         lookup(MOTION_SIZES, self.size, "motion model size")
-        lookup(dict.fromkeys(WAYS), self.jacobian, "Jacobian")
+        check_name(self.jacobian, WAYS, "Jacobian")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
