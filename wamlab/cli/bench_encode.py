@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", help="rows whose name holds one of these words")
     parser.add_argument("--conditioning", action="store_true", help="add rows with `y`")
     parser.add_argument("--autotune", action="store_true", help="add rows slow to compile")
-    parser.add_argument("--convolutions", action="store_true", help="each convolution alone")
     parser.add_argument("--others", action="store_true", help="the text and the image encoder")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
@@ -63,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
         others = _others(base.device)
         if args.out:
             append_jsonl(args.out, others)
-    if args.convolutions:
-        _print_convolutions(base)
     return 0
 
 
@@ -100,17 +97,3 @@ def _others(device: str) -> list[Record]:
     for record in records:
         print(f"{record.name:<52} {record.extra['sample_ms']:8.2f} ms a sample")
     return records
-
-
-def _print_convolutions(base: EncodeCase) -> None:
-    case = EncodeCase(**vars(base) | {"cudnn_benchmark": True, "channels_last": True})
-    rows = bench_encode.measure_convolutions(case)
-    print("\nconvolutions alone, channels last, cudnn benchmark:")
-    for row in sorted(rows, key=lambda r: -r["ms"] * r["count"]):
-        print(
-            f"  {row['ms'] * row['count']:8.2f} ms  {row['count']}x {row['ms']:.3f} ms "
-            f"{row['tflops_per_s']:6.1f} TFLOP/s  kernel {row['kernel']} stride {row['stride']} "
-            f"input {row['input']}"
-        )
-    total = sum(r["ms"] * r["count"] for r in rows)
-    print(f"  {total:8.2f} ms in all, {total / base.batch:.2f} ms a clip")

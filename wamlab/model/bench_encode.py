@@ -1,8 +1,8 @@
 """The frozen encoders alone: scope "encode". One run, one machine: the public way and ours.
 
 Every row is checked against the public way in fp32 on the same random clip, and says how far its
-latents are from it. Beside the rows: what each convolution costs alone, in the shapes it meets, and
-the rate of one large matrix product, so that a row can be held against its floor.
+latents are from it. Beside the rows stands the rate of one large matrix product, so that a row can
+be held against its floor.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from wamlab.config import ConfigError, lookup, replace
@@ -29,7 +29,7 @@ from wamlab.measure import (
 from wamlab.model.image import ImageEncoder
 from wamlab.model.text import TextEncoder
 from wamlab.model.vae import VAE, VAE_SIZES, load_vae
-from wamlab.model.vae_blocks import Conv3d, RMSNorm
+from wamlab.model.vae_blocks import RMSNorm
 from wamlab.model.vae_still import StillEncoder
 from wamlab.model.wam import first_frame_alone
 
@@ -278,64 +278,6 @@ def measure_matmul(dev: torch.device, precision: str, size: int = 8192) -> float
     a, b = (torch.randn(size, size, device=dev, dtype=dtype) for _ in range(2))
     timing = measure_ms(lambda: a @ b, dev=dev, warmup=3, repeats=10)
     return 2 * size**3 / (timing.median / 1e3)
-
-
-@torch.no_grad()
-def measure_convolutions(case: EncodeCase) -> list[dict[str, Any]]:
-    """Time each distinct convolution of the whole-clip encoder alone, in the shapes it meets.
-
-    Returns:
-        Rows with kernel, input shape, how often it runs, milliseconds once, and TFLOP/s; their
-        weighted sum is what convolutions alone cost.
-    """
-    dev = torch.device(case.device)
-    old = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = case.cudnn_benchmark
-    vae, clip = _build(replace(case, compile=None), dev), random_clip(case, dev)
-    met: dict[tuple, list] = {}
-
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        key = (tuple(module.weight.shape), module.stride, tuple(args[0].shape))
-        met.setdefault(key, [module, 0])[1] += 1
-
-    hooks = [
-        m.register_forward_pre_hook(note)
-        for m in vae.modules()
-        if isinstance(m, nn.Conv2d | nn.Conv3d)
-    ]
-    vae.encode(clip, None)
-    for hook in hooks:
-        hook.remove()
-    rows = [_convolution(*key, *value, case=case, dev=dev) for key, value in met.items()]
-    torch.backends.cudnn.benchmark = old
-    return rows
-
-
-def _convolution(
-    kernel: tuple, stride: tuple, shape: tuple, module: nn.Module, count: int, **where: Any
-) -> dict[str, Any]:
-    case, dev = where["case"], where["dev"]
-    x = torch.randn(shape, device=dev, dtype=module.weight.dtype)
-    history = getattr(module, "history", 0)
-    if case.channels_last:
-        x = x.contiguous(
-            memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last
-        )
-    if history:
-        x = torch.cat([torch.zeros_like(x[:, :, :1])] * 2 + [x], 2)
-    plain = Conv3d.forward if isinstance(module, Conv3d) else type(module).forward
-    run = functools.partial(plain, module, x)  # without the history that stands in x already
-    with FlopCounterMode(display=False) as counter:
-        run()
-    timing = measure_ms(run, dev=dev, warmup=case.warmup, repeats=case.repeats)
-    return {
-        "kernel": list(kernel),
-        "stride": list(stride),
-        "input": list(shape),
-        "count": count,
-        "ms": timing.median,
-        "tflops_per_s": counter.get_total_flops() / timing.median / 1e9,
-    }
 
 
 def measure_text(size: str, batch: int, positions: int, *, device: str) -> Record:
