@@ -51,19 +51,27 @@ def device(kind: str = "auto") -> torch.device:
 
 
 @contextlib.contextmanager
-def process_group(dev: torch.device, timeout_s: float = 600.0) -> Iterator[None]:
-    """Join the torchrun group (NCCL on GPUs, gloo on CPUs) and leave it, also after an error."""
-    if dev.type == "cuda":
+def process_group(
+    dev: torch.device, timeout_s: float = 600.0, *, alone: bool = False
+) -> Iterator[None]:
+    """Join the torchrun group (NCCL on GPUs, gloo on CPUs) and leave it, also after an error.
+
+    Args:
+        dev: this rank's device.
+        timeout_s: of one collective.
+        alone: a process without torchrun gets a group of one, over an in-process store; else none.
+    """
+    on_gpu = dev.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(dev)
+    how: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+    how["device_id"] = dev if on_gpu else None
     if world_size() == 1 and "MASTER_ADDR" not in os.environ:
-        yield
-        return
-    backend = "cpu:gloo,cuda:nccl" if dev.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=dev if dev.type == "cuda" else None,
-    )
+        if not alone:
+            yield
+            return
+        how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **how)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ import torch
 
 from wamlab import ffmpeg
 from wamlab.data.video import DECODERS, decoder_status
-from wamlab.measure import cpu_name
+from wamlab.measure import machine
 
 PACKAGES = ("torch", "torchcodec", "av", "transformers", "jupyterlab", "deepspeed", "torchao")
 
@@ -64,9 +64,9 @@ def _support() -> dict[str, str | None]:
 
 
 def _machine() -> dict[str, dict[str, str | None]]:
-    memory = psutil.virtual_memory().total / 2**30
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    rows = {"processor": _row(f"{cpu_name()}, {cores} cores"), "memory": _row(f"{memory:.0f} GiB")}
+    here, memory = machine(), psutil.virtual_memory().total / 2**30
+    rows = {"processor": _row(f"{here['cpu']}, {here['cores']} cores")}
+    rows["memory"] = _row(f"{memory:.0f} GiB")
     if not torch.cuda.is_available():
         cure = None
         if torch.version.cuda:

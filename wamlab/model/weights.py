@@ -357,7 +357,7 @@ def prompt_template(checkpoint_dir: str | Path) -> str | None:
         for pattern in ("experiment_cfg.*", "experiment_cfg/*"):
             for path in sorted(place.glob(pattern)):
                 if path.suffix in (".json", ".yaml", ".yml"):
-                    found |= {text: path for text in _templates_in(_read_config(path))}
+                    found |= dict.fromkeys(_templates_in(_read_config(path)), path)
         if found:
             break
     if len(found) > 1:

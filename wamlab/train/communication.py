@@ -22,22 +22,14 @@ from wamlab.train.topology import MeshPlan, host_name, join_hosts, local_links, 
 def training_group(device: torch.device, timeout_s: float = 600.0) -> Iterator[None]:
     """Join the run's process group for a training run.
 
-    One process without torchrun gets a group of one over an in-process store: FSDP2's mixed
-    precision and the checkpoint writer need one. A group that the caller has made is used as it is.
+    One process without torchrun gets a group of one: FSDP2's mixed precision and the checkpoint
+    writer need one. A group that the caller has made is used as it is.
     """
     if dist.is_initialized():
         yield
         return
-    with process_group(device, timeout_s):
-        alone = not dist.is_initialized()
-        if alone:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            if alone:
-                dist.destroy_process_group()
+    with process_group(device, timeout_s, alone=True):
+        yield
 
 
 def planned_mesh() -> MeshPlan:
