@@ -63,6 +63,7 @@ BASE = TrainConfig(
     steps=4,
     warmup_steps=1,
     parts_steps=1,
+    wait_steps=1,
     log_every=1,
 )
 YOURS = ({"name": "recompute", "mode": "none"}, "micro_batch")  # a plain loop over whole batches
