@@ -10,9 +10,18 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from wamlab.__main__ import main
 from wamlab.cli.course import opening_of
+from wamlab.jupyter.predict import Prediction
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "a"}, "text/plain": "Text()"}
 FIELD = "Text(value='12', layout=Layout(width='160px'), placeholder='your number (<GB/s>)')"
+
+
+def fields_of(unit):
+    """What a file holds of a prediction's field, without and with a number in it."""
+    prediction = Prediction("?", unit)
+    yield repr(prediction._field)
+    prediction.value = 40
+    yield repr(prediction._field)
 
 
 @pytest.fixture
@@ -24,6 +33,7 @@ def notebooks(tmp_path):
         new_output("display_data", WIDGET),
         new_output("display_data", WIDGET | {"text/html": "<b>seen</b>"}),
         new_output("display_data", WIDGET | {"text/plain": FIELD}),
+        *(new_output("display_data", WIDGET | {"text/plain": f}) for f in fields_of("kg")),
         new_output("stream", name="stdout", text="measured 3 ms"),
     ]
     cells = [new_markdown_cell(text), new_code_cell("f(1)", outputs=shown, execution_count=1)]
@@ -49,7 +59,9 @@ def test_each_notebook_becomes_a_page_that_needs_no_network(notebooks, tmp_path,
     assert "<b>seen</b>" in first
     assert "measured 3 ms" in first
     assert "Text()" not in first
-    field = re.search(r"<input[^\n]+/>", first)[0]
+    field, empty, filled = re.findall(r"<input[^\n]+/>", first)
+    assert 'placeholder="your number (kg)"' in empty
+    assert 'placeholder="your number (kg)" value="40"' in filled
     assert 'placeholder="your number (&lt;GB/s&gt;)"' in field
     assert 'value="12"' in field
     assert "<input" in last

@@ -131,8 +131,11 @@ def _without_widget(data: Any) -> dict[str, str]:
     if "text/html" in data:
         return {"text/html": data["text/html"]}
     text = data.get("text/plain", "")
-    if not (asks := re.search(r"^Text\(.*placeholder='([^']*)'", text)):
+    if field := re.search(r"^\[(your number[^:]*)(?:: (.*))?\]$", text):
+        hint, number = field.groups("")
+    elif field := re.search(r"^Text\(value='([^']*)'.*placeholder='([^']*)'", text):
+        number, hint = field.groups()
+    else:
         return {}  # what is left is only the widget's name
-    said = re.search(r"value='([^']*)'", text)
-    number, hint = html.escape(said[1] if said else ""), html.escape(asks[1])
+    number, hint = html.escape(number), html.escape(hint)
     return {"text/html": f'<input value="{number}" placeholder="{hint}" aria-label="{hint}">'}

@@ -15,6 +15,13 @@ TRACK = "display: inline-block; position: relative; width: 320px; height: 0.8em"
 BAR = "position: absolute; top: 0; bottom: 0; left: {:.1f}%; width: max(2px, {:.1f}%)"
 
 
+class _Field(widgets.Text):
+    """A text field that is also readable where no widget is shown: in a file, or untrusted."""
+
+    def __repr__(self) -> str:
+        return f"[{self.placeholder}{': ' if self.value else ''}{self.value}]"
+
+
 class Prediction:
     """One question and the reader's answer.
 
@@ -26,7 +33,7 @@ class Prediction:
     def __init__(self, question: str, unit: str) -> None:
         self.question, self.unit = question, unit
         asks = f"your number ({unit})" if unit else "your number"
-        self._field = widgets.Text(placeholder=asks, layout={"width": "160px"})
+        self._field = _Field(placeholder=asks, layout={"width": "160px"})
 
     @property
     def value(self) -> float | None:
