@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from wamlab.__main__ import main
 from wamlab.cli.converge import RECIPES, ConvergeConfig, converge, load_recipe
-from wamlab.config import ConfigError, load_json, save_json, to_dict
+from wamlab.config import ConfigError, load_json, replace, save_json, to_dict
 from wamlab.data.corpus import Corpus, CorpusLoader
 from wamlab.data.loader import DataConfig
 from wamlab.data.metadata import DatasetError
@@ -22,7 +22,9 @@ from wamlab.evaluate.policy import PolicyConfig
 from wamlab.measure import read_records
 from wamlab.model.sampling import SamplingConfig
 from wamlab.model.stored import CheckpointError
-from wamlab.model.wam import WAMConfig
+from wamlab.model.wam import WAMConfig, WorldActionModel
+from wamlab.model.weights import save_policy
+from wamlab.train.build import with_prompt_template
 from wamlab.train.config import TrainConfig
 from wamlab.train.trainer import train
 
@@ -134,6 +136,44 @@ def test_checkpoint_and_export_of_a_training_run_are_the_same_policy(tmp_path):
     fresh = dict(open_policy(tmp_path, QUICK).model.dit.named_parameters())
     assert any((weights[0][n] != torch.zeros_like(fresh[n])).any() for n in fresh)
     assert opened[0].codec.embodiment.name == "toy-small"
+
+
+def test_public_weights_bring_their_prompt_template_or_a_warning(tmp_path, capsys):
+    """A prompt of another form is silently off the distribution of released weights."""
+    policy = tmp_path / "public" / "checkpoint-10"
+    save_policy(WorldActionModel(WAMConfig(layers=1)).dit, policy)
+    config = TrainConfig(
+        model=WAMConfig(layers=1),
+        data=DataConfig(root=str(ROOT / "data_samples/droid_mini"), embodiment="toy-small"),
+        validation=DataConfig(root=str(ROOT / "data_samples/droid_mini"), prompt="Mine."),
+        validate_every=1,
+        validation_batches=1,
+        policy=str(policy),
+        steps=1,
+        warmup_steps=0,
+        global_batch=1,
+        device="cpu",
+        out=str(tmp_path / "run"),
+        export=True,
+    )
+    assert with_prompt_template(config) == config
+    assert "has no experiment_cfg that names its prompt template" in capsys.readouterr().out
+    experiment = tmp_path / "public" / "experiment_cfg"
+    experiment.mkdir()
+    (experiment / "conf.yaml").write_text("prompt_template: 'Do {instr}.'")
+    with pytest.raises(ConfigError, match=r"'Do {instr}.' may use {instruction} and {views} only"):
+        with_prompt_template(config)
+    own = replace(config, {"data.prompt": "Please {instruction}."})
+    assert with_prompt_template(own) == own
+    (experiment / "conf.yaml").write_text("prompt_template: 'Do {instruction}.'")
+    assert with_prompt_template(config).validation.prompt == "Mine."
+    train(config)
+    assert capsys.readouterr().out.count("WARNING") == 0
+    assert json.loads((tmp_path / "run/run.json").read_text())["data"]["prompt"] == (
+        "Do {instruction}."
+    )
+    robot = open_policy(tmp_path / "run", QUICK).embodiment
+    assert robot.prompt_text("Lift the cube.") == "Do lift the cube."
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -127,14 +127,16 @@ def test_the_command_encodes_a_data_set(tmp_path, monkeypatch, capsys):
     class Fake:
         def __init__(self, root, robot):
             assert root == "DATA"
+            robots.append(robot)
 
         def prompts(self):
             return PROMPTS
 
     monkeypatch.setattr("wamlab.cli.encode_prompts.LeRobotDataset", Fake)
-    out = tmp_path / "p.safetensors"
+    out, robots = tmp_path / "p.safetensors", []
     command = ["encode-prompts", "DATA", "--out", str(out), "--device", "cpu"]
-    assert main(command) == 0
+    assert main([*command, "--prompt", "Do {instruction}."]) == 0
+    assert robots[0].prompt_text("Lift it.") == "Do lift it."
     assert "3 prompts, 41 rows of 64" in capsys.readouterr().out
     assert main([*command, "--seed", "1"]) == 2
     assert "made by another text encoder" in capsys.readouterr().err

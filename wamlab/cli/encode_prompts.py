@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from wamlab import dist
-from wamlab.config import lookup
+from wamlab.data.data_config import Source, robot_of
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot import LeRobotDataset
 from wamlab.model.prompt_cache import build_prompt_cache
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab encode-prompts`."""
     parser.add_argument("datasets", nargs="+", help="folders or hub ids of LeRobot data sets")
     parser.add_argument("--embodiment", default="toy", help=", ".join(EMBODIMENTS))
+    parser.add_argument("--prompt", help="template, as the run's `data.prompt`")
     parser.add_argument("--out", type=Path, default=Path("runs/prompts.safetensors"))
     parser.add_argument("--text", default="tiny", help=f"encoder: {', '.join(TEXT_SIZES)}")
     parser.add_argument("--weights", help="its checkpoint; without one, random weights")
@@ -30,8 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Encode what the file lacks; an interrupted run continues where it stopped."""
     device = dist.device(args.device)
-    robot = lookup(EMBODIMENTS, args.embodiment, "embodiment")
-    prompts = [p for root in args.datasets for p in LeRobotDataset(root, robot).prompts()]
+    sources = [
+        Source(root=r, embodiment=args.embodiment, prompt=args.prompt) for r in args.datasets
+    ]
+    prompts = [p for s in sources for p in LeRobotDataset(s.root, robot_of(s)).prompts()]
     encoder = TextEncoder(
         args.text,
         args.weights,

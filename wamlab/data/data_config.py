@@ -30,11 +30,13 @@ class Source:
     Args:
         root: its folder or hub id.
         embodiment: a key of EMBODIMENTS.
+        prompt: as DataConfig's.
         weight: how often it is drawn, relative to the others.
     """
 
     root: str
     embodiment: str
+    prompt: str | None = None
     weight: float = 1.0
 
 
@@ -45,6 +47,8 @@ class DataConfig:
     Args:
         root: a LeRobot data set's folder, or its hub id.
         embodiment: a key of EMBODIMENTS.
+        prompt: template with {instruction} and {views}; None is the embodiment's. What training
+            starts from was trained with one: another is silently off its distribution.
         weight: how often it is drawn, relative to `mixture`.
         mixture: further data sets.
         episodes: only the episodes [first, stop) of the table; holds some out.
@@ -63,6 +67,7 @@ class DataConfig:
 
     root: str = "data_samples/droid_mini"
     embodiment: str = "toy"
+    prompt: str | None = None
     weight: float = 1.0
     mixture: tuple[Source, ...] = ()
     episodes: tuple[int, int] | None = None
@@ -81,7 +86,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         lookup(DECODERS, self.decoder, "decoder")
         for source in (self, *self.mixture):
-            lookup(EMBODIMENTS, source.embodiment, "embodiment")
+            robot_of(source)
         check_name(self.augment, ("cpu", "device"), "place of augmentation")
         if isinstance(self.sampling, str):
             lookup(STRATEGIES, self.sampling, "sampling strategy")
@@ -98,6 +103,16 @@ class DataConfig:
                 f"decoder {self.decoder!r} leaves its frames on the GPU: it takes workers=0 and "
                 f"augment='device', got workers={self.workers}, augment={self.augment!r}"
             )
+
+
+def robot_of(source: Source | DataConfig) -> Embodiment:
+    """Return the robot of a data set, with the prompt template that the configuration gives it.
+
+    Raises:
+        ConfigError: an unknown embodiment, or a template with other fields than its two.
+    """
+    robot = lookup(EMBODIMENTS, source.embodiment, "embodiment")
+    return replace(robot, prompt=source.prompt) if source.prompt is not None else robot
 
 
 def open_data(
@@ -119,7 +134,7 @@ def open_data(
     pool = ThreadPoolExecutor(config.view_threads) if config.view_threads > 1 else None
     parts = []
     for source in (config, *config.mixture):
-        dataset = LeRobotDataset(source.root, EMBODIMENTS[source.embodiment], progress=progress)
+        dataset = LeRobotDataset(source.root, robot_of(source), progress=progress)
         parts.append(WindowDataset(dataset, open_video=cache, map_views=pool.map if pool else map))
     if config.episodes:
         _keep_episodes(parts[0], *config.episodes)

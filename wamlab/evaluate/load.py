@@ -52,6 +52,7 @@ class Acting:
         statistics: `Codec.to_json`.
         policy: contexts and sampling.
         execute: steps of a chunk that are carried out before the next one; null: all of them.
+        prompt: the template that it was trained with; null: the embodiment's.
         world: the toy table that it was trained on, null: another world.
     """
 
@@ -60,12 +61,16 @@ class Acting:
     statistics: dict[str, Any]
     policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
     execute: int | None = None
+    prompt: str | None = None
     world: ToyConfig | None = None
 
     @property
     def codec(self) -> Codec:
         """The robot and its statistics."""
-        return Codec.from_json(robot_of(self.embodiment, self.blocks), self.statistics)
+        robot = robot_of(self.embodiment, self.blocks)
+        if self.prompt is not None:
+            robot = dataclasses.replace(robot, prompt=self.prompt)
+        return Codec.from_json(robot, self.statistics)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,12 @@ class Found:
         data = open_data(from_dict(DataConfig, self.run["data"]))
         data = data.parts[0] if isinstance(data, Mixture) else data
         codec, robot = data.dataset.codec, data.embodiment
-        return Acting(embodiment=robot.name, blocks=robot.blocks, statistics=codec.to_json())
+        return Acting(
+            embodiment=robot.name,
+            blocks=robot.blocks,
+            statistics=codec.to_json(),
+            prompt=robot.prompt,
+        )
 
 
 def find_run(checkpoint: str | Path) -> Found:

@@ -4,15 +4,50 @@ optimizer."""
 import torch
 from torch import nn
 
+from wamlab.config import replace
+from wamlab.data.data_config import DataConfig
+from wamlab.dist import print0
 from wamlab.model import lora
+from wamlab.model.stored import locate
 from wamlab.model.wam import WorldActionModel
-from wamlab.model.weights import load_backbone, load_policy, save_policy
+from wamlab.model.weights import load_backbone, load_policy, prompt_template, save_policy
 from wamlab.train.communication import data_mesh
 from wamlab.train.config import TrainConfig
 from wamlab.train.optim import AdamW, SplitAdamW, split_master
 from wamlab.train.optimizations import Optimization, StepPlan
 from wamlab.train.wire import Wires
 from wamlab.train.wrap import wrap
+
+
+def with_prompt_template(config: TrainConfig) -> TrainConfig:
+    """Return the run with the prompt template of the policy that it starts from.
+
+    It is what the policy's experiment configuration names, for every data set of the run that
+    states none itself. Where neither says one, the embodiment's is used, and a warning says so.
+
+    Raises:
+        CheckpointError: the configuration beside the policy cannot be read, or names two.
+        ConfigError: its template has other fields than {instruction} and {views}.
+    """
+    if not config.policy or config.data is None or config.data.prompt is not None:
+        return config
+    found = prompt_template(locate(config.policy))
+    if found is None:
+        print0(
+            f"WARNING: {config.policy} has no experiment_cfg that names its prompt template. "
+            f"Training uses that of embodiment {config.data.embodiment!r}; if the policy was "
+            "trained with another, every prompt is off its distribution: set data.prompt."
+        )
+        return config
+    given = {name: _with_prompt(getattr(config, name), found) for name in ("data", "validation")}
+    return replace(config, given)
+
+
+def _with_prompt(data: DataConfig | None, prompt: str) -> DataConfig | None:
+    if data is None:
+        return None
+    mixture = tuple(replace(source, prompt=source.prompt or prompt) for source in data.mixture)
+    return replace(data, prompt=data.prompt or prompt, mixture=mixture)
 
 
 def build_model(config: TrainConfig, device: torch.device) -> WorldActionModel:

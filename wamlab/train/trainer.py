@@ -23,7 +23,7 @@ from wamlab.dist import print0, rank
 from wamlab.measure import Record, StepClock, Timing, append_jsonl, reset_peak, stamp, synchronize
 from wamlab.model.stored import CheckpointError
 from wamlab.train import memory, wrap
-from wamlab.train.build import build_model, export
+from wamlab.train.build import build_model, export, with_prompt_template
 from wamlab.train.checkpoint import Checkpoints, load, read_marker
 from wamlab.train.communication import StopSignal, training_group, with_links
 from wamlab.train.config import TrainConfig
@@ -62,6 +62,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, model: nn.Module | None = None, loader: Any = Loader
     ) -> None:
+        config = with_prompt_template(config)
         self.config, self.device = config, pick_device(config.device)
         self.world = dist.get_world_size()
         self.optimizations = build_optimizations(config.optimizations)
