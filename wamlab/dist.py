@@ -5,6 +5,7 @@ made.
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -75,6 +76,9 @@ def process_group(
     try:
         yield
     finally:
+        # FSDP2's states are cycles that hold the group: left to the interpreter's end, a thread of
+        # gloo that still lets go of a tensor there aborts the rank (pytorch/pytorch#179291)
+        gc.collect()
         dist.destroy_process_group()
 
 

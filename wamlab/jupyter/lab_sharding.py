@@ -7,7 +7,6 @@ update.
 """
 
 import dataclasses
-import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -209,9 +208,6 @@ def wrapper_orders(config: Mapping[str, Any]) -> dict[str, Any]:
             "recompute outside": _attempt(outside=True),
         }
         times = {"cast": _times_seen(True), "kept": _times_seen(False)}
-        # FSDP2's states are cycles that hold the group: left to the interpreter's end, a thread of
-        # gloo that still lets go of a tensor there aborts the rank (pytorch/pytorch#179291)
-        gc.collect()
         return {"orders": orders, "times": times}
 
 
