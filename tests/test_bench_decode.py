@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from wamlab.__main__ import main
+from wamlab.cli.bench_decode import print_decode, print_sweep
 from wamlab.config import ConfigError
 from wamlab.data import bench_decode
 from wamlab.data.bench_decode import (
@@ -169,3 +170,26 @@ def test_the_command_writes_records(clip, tmp_path, capsys):
     assert main(["bench", "decoding"]) == 2
     assert "unknown part 'decoding'" in capsys.readouterr().err
     assert main([*arguments, "--samples", "0"]) == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_names_stand_whole_on_a_narrow_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    time = Timing(median=1234.0, q25=1200.0, q75=1300.0, n=10)
+    facts = {"codec": "h264", "gop": 250, "height": 180, "width": 320, "views": 3}
+    facts |= {"pattern": "window", "frames_per_view": 33, "frames_decoded": 300.0, "max_diff": 0}
+    facts |= {"cpu_ms": {"median": 1234.0, "q25": 1200.0, "q75": 1300.0}}
+    facts |= {"workers": 2, "cpu_ms_spread": 3.0, "rss_gib": 1.0, "slowdown": 1.25}
+    why = "does not import: a long reason that takes more than one line of a narrow terminal"
+    timed = [
+        Record(name=n, data="a", step_ms=time, samples_per_s=1.0, extra=facts) for n in DECODERS
+    ]
+    failed = [Record(name=name, reason=why) for name in DECODERS]
+    print_decode([timed[0], *failed])
+    print_sweep([timed[0], *failed])
+    out = capsys.readouterr().out
+    assert all(out.count(f"{name}: does not import: a long reason") == 2 for name in DECODERS), out
+    print_decode(timed)
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in DECODERS), out
+    assert columns < 80 or "1200–1300" in out  # and no number is cut where there is room

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from wamlab.config import ConfigError
 from wamlab.data.bench_decode import PATTERNS, gain_parts, re_encode, time_decoders
@@ -19,6 +20,8 @@ SAMPLES = Path(__file__).resolve().parents[2] / "data_samples" / "droid_mini"
 # the files that people have: DROID's long groups at two sizes, LeRobot's short AV1 ones, between
 MATRIX = (("h264", 2), ("h264", 15), ("h264", 250), ("av1", 2), ("av1", 250))
 SIZES = ((180, 320), (480, 640))
+DECODE_HEAD = ("ms/sample", "quartiles", "CPU ms", "quartiles", "max diff")
+SWEEP_HEAD = ("workers", "samples/s", "CPU ms", "spread", "GiB", "main loop slower")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", nargs="*", type=Path, default=[SAMPLES],
         help="a video, a data set, or several videos that are views of one episode",
     )  # fmt: skip
-    parser.add_argument("--decoders", nargs="+", default=list(DECODERS), metavar="NAME")
-    parser.add_argument("--pattern", nargs="+", default=["window"], choices=tuple(PATTERNS))
+    parser.add_argument("--decoders", nargs="+", default=list(DECODERS), metavar="NAME",
+                        help=f"only these: {', '.join(DECODERS)}")  # fmt: skip
+    parser.add_argument("--pattern", nargs="+", default=["window"], choices=tuple(PATTERNS),
+                        help="which frames a sample asks for (default: window)")  # fmt: skip
     parser.add_argument("--cached", action="store_true", help="keep decoders open between samples")
     parser.add_argument("--samples", type=int, default=10, help="measured samples (default 10)")
     parser.add_argument("--threads", type=int, default=1, help="FFmpeg threads a decoder")
@@ -91,6 +96,16 @@ def _sources(args: argparse.Namespace) -> list[Path | list[Path]]:
     return [re_encode(source, args.matrix, config) for config in configs]
 
 
+def _names(records: Sequence[Record]) -> Column:
+    """Return the first column: a name is never cut, however narrow the terminal."""
+    return Column("decoder", no_wrap=True, min_width=max(len(r.name) for r in records))
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    """Return a line under the table for each decoder that has no numbers."""
+    return [escape(f"{r.name}: {r.wrong or r.reason}") for r in records if r.wrong or r.reason]
+
+
 def print_decode(records: Sequence[Record]) -> None:
     """Print one run of `time_decoders` as a table, and what its gain is made of."""
     facts = records[0].extra
@@ -99,10 +114,9 @@ def print_decode(records: Sequence[Record]) -> None:
         f"{facts['height']}x{facts['width']}, {facts['views']} views, {facts['pattern']}: "
         f"{facts['frames_per_view']} frames a view, {facts['frames_decoded']:.0f} decoded a sample"
     )
-    table = Table("decoder", "ms/sample", "quartiles", "CPU ms", "quartiles", "max diff", "note")
+    table = Table(_names(records), *DECODE_HEAD)
     for record in records:
         if record.step_ms is None:
-            table.add_row(record.name, *["–"] * 5, record.wrong or record.reason or "")
             continue
         cpu = record.extra["cpu_ms"]
         wall = record.step_ms
@@ -115,7 +129,7 @@ def print_decode(records: Sequence[Record]) -> None:
             str(record.extra["max_diff"]),
         )
     console = Console()
-    console.print(title, table, sep="\n")
+    console.print(title, table, *_failures(records), sep="\n")
     if {"pyav-naive", "pyav", "torchcodec"} <= {r.name for r in records if r.step_ms}:
         parts = gain_parts(records)
         console.print(", ".join(f"{name} {ratio:.2f}x" for name, ratio in parts.items()))
@@ -123,10 +137,9 @@ def print_decode(records: Sequence[Record]) -> None:
 
 def print_sweep(records: Sequence[Record]) -> None:
     """Print one run of `sweep_workers` as a table."""
-    table = Table("decoder", "workers", "samples/s", "CPU ms", "spread", "GiB", "main loop slower")
+    table = Table(_names(records), *SWEEP_HEAD)
     for record in records:
         if record.reason:
-            table.add_row(record.name, record.reason)
             continue
         facts = record.extra
         table.add_row(
@@ -138,4 +151,4 @@ def print_sweep(records: Sequence[Record]) -> None:
             f"{facts['rss_gib']:.2f}",
             f"{facts['slowdown']:.2f}x",
         )
-    Console().print(table)
+    Console().print(table, *_failures(records), sep="\n")
