@@ -137,6 +137,8 @@ def test_the_command_encodes_a_data_set(tmp_path, monkeypatch, capsys):
     command = ["encode-prompts", "DATA", "--out", str(out), "--device", "cpu"]
     assert main([*command, "--prompt", "Do {instruction}."]) == 0
     assert robots[0].prompt_text("Lift it.") == "Do lift it."
-    assert "3 prompts, 41 rows of 64" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 prompts, 41 rows of 64" in said
+    assert said.startswith("embodiment toy, text encoder tiny, RANDOM weights of seed 0")
     assert main([*command, "--seed", "1"]) == 2
     assert "made by another text encoder" in capsys.readouterr().err
