@@ -1,12 +1,16 @@
 """The command line: every mistake is one line that says what is allowed, and exit code 2."""
 
+import argparse
+import importlib
 import json
+import pkgutil
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+import wamlab.cli
 from wamlab.__main__ import COMMANDS, main
 from wamlab.cli import demo, doctor
 from wamlab.measure import Record
@@ -32,6 +36,21 @@ def test_every_command_has_its_options(capsys):
             main([name, "--help"])
         assert stop.value.code == 0
         assert f"wamlab {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [m.name for m in pkgutil.iter_modules(wamlab.cli.__path__)])
+def test_every_option_says_in_words_what_it_is(module):
+    parser = argparse.ArgumentParser(prog=module)
+    importlib.import_module(f"wamlab.cli.{module}").add_arguments(parser)
+    for action in parser._actions:
+        assert action.help, f"{module} {action.dest}: no help"
+        assert "{" not in action.help, f"{module} {action.dest}: {action.help}"
+
+
+def test_bench_alone_names_its_parts(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench"])
+    assert "decode|encode" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):

@@ -19,7 +19,7 @@ PARTS: dict[str, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the part and leave its options to it."""
     parser.description = "Time one part alone: " + "; ".join(f"{k}: {v}" for k, v in PARTS.items())
-    parser.add_argument("part", metavar="PART", help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("part", metavar="|".join(PARTS), help="the part to time")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see `wamlab bench PART --help`")
 
 

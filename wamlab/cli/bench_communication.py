@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench communication`."""
     parser.add_argument("--size", default="tiny", help=f"one of {', '.join(MODEL_SIZES)}")
     parser.add_argument("--layers", type=int, help="fewer blocks of the true width")
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples a rank at once")
+    parser.add_argument("--ranks", type=int, default=2, help="processes started (default 2)")
     parser.add_argument("--recompute", default="none", help="none, selective, full or every-K")
     parser.add_argument("--wait-steps", type=int, default=20, help="rehearsals of each kind")
     parser.add_argument("--rows", nargs="+", help=f"some of: {', '.join(ROWS)}")

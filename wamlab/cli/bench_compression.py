@@ -10,10 +10,12 @@ from wamlab.train.bench_compression import ARMS, OPTIMIZERS, JudgeConfig, verdic
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench compression`."""
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS),
+                        help="gates to compare (default: all)")  # fmt: skip
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS,
+                        help="optimizers of the runs (default: all)")  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each (default 5)")
+    parser.add_argument("--steps", type=int, default=600, help="of a run (default 600)")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 

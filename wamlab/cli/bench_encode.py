@@ -17,15 +17,19 @@ SIZES = {"tiny": (64, 128), "wan2.2": (160, 320), "wan2.1": (352, 640)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench encode`."""
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--vae", default="wan2.2" if on_gpu else "tiny", help=", ".join(VAE_SIZES))
-    parser.add_argument("--batch", type=int, default=8 if on_gpu else 2)
-    parser.add_argument("--frames", type=int, default=33)
-    parser.add_argument("--hw", type=int, nargs=2, help="default: the size's own resolution")
+    parser.add_argument("--vae", default="wan2.2" if on_gpu else "tiny",
+                        help=f"video encoder: {', '.join(VAE_SIZES)}")  # fmt: skip
+    parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="clips a batch")
+    parser.add_argument("--frames", type=int, default=33, help="of a clip (default 33)")
+    parser.add_argument("--hw", type=int, nargs=2, metavar=("H", "W"),
+                        help="pixels of a frame (default: the encoder's own)")  # fmt: skip
     parser.add_argument("--only", nargs="+", help="rows whose name holds one of these words")
-    parser.add_argument("--conditioning", action="store_true", help="add rows with `y`")
+    parser.add_argument(
+        "--conditioning", action="store_true", help="add rows with `y`, the first frame"
+    )
     parser.add_argument("--autotune", action="store_true", help="add rows slow to compile")
     parser.add_argument("--others", action="store_true", help="the text and the image encoder")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="measured calls a row")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 

@@ -22,7 +22,7 @@ MOCAP = Path(__file__).resolve().parents[2] / "data_samples" / "mocap"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench motion`."""
     parser.add_argument("--only", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--folder", type=Path, default=MOCAP, help="BVH files")
+    parser.add_argument("--folder", type=Path, default=MOCAP, help="folder of BVH files")
     parser.add_argument(
         "--cpu", action="store_true", help="measure on the CPU though a GPU is there"
     )

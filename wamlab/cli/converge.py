@@ -100,13 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab converge`."""
     known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.json")))
     parser.add_argument("run", help=f"a ConvergeConfig as JSON, or one of {known}")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="one run each (default 0)"
+    )
     parser.add_argument(
         "--only", choices=("official", "optimised"), help="one of the two, as on another day"
     )
     parser.add_argument("--steps", type=int, help="optimizer steps")
     parser.add_argument("--workers", type=int, help="processes that play and draw")
-    parser.add_argument("--out", type=Path, default=Path("runs/converge"))
+    parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="folder of results")
 
 
 def run(args: argparse.Namespace) -> int:

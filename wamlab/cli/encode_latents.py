@@ -11,6 +11,7 @@ from tqdm import tqdm
 from wamlab import dist
 from wamlab.data.augment import Augment
 from wamlab.data.data_config import DataConfig, open_data
+from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.windows import WindowDataset
 from wamlab.draws import Draws
 from wamlab.model.dit import MODEL_SIZES
@@ -21,16 +22,20 @@ from wamlab.model.wam import WAMConfig, WorldActionModel, latent_meta
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab encode-latents`."""
     parser.add_argument("dataset", help="folder or hub id of a LeRobot data set")
-    parser.add_argument("--embodiment", default="toy")
-    parser.add_argument("--decoder", default="torchcodec")
-    parser.add_argument("--out", type=Path, default=Path("runs/latents"))
+    parser.add_argument("--embodiment", default="toy", help=f"robot: {', '.join(EMBODIMENTS)}")
+    parser.add_argument("--decoder", default="torchcodec", help="reads the videos")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/latents"), help="folder of the cache"
+    )
     parser.add_argument("--size", default="tiny", help=f"model: {', '.join(MODEL_SIZES)}")
-    parser.add_argument("--vae-weights", help="checkpoint; without one, random weights")
-    parser.add_argument("--image-weights", help="checkpoint; without one, random weights")
+    parser.add_argument("--vae-weights", help="VAE checkpoint; without one, random weights")
+    parser.add_argument("--image-weights", help="CLIP checkpoint; without one, random weights")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
     parser.add_argument("--batch", type=int, default=8, help="samples encoded at once")
     parser.add_argument("--max-gib", type=float, default=100.0, help="largest size on disk")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="of the encoders"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,23 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--env", default="toy", choices=("toy", "libero"), help="closed loop in it")
     what.add_argument("--data", help="open loop on this LeRobot data set instead")
-    parser.add_argument("--held-out", type=int, nargs=2, metavar=("FIRST", "STOP"))
-    parser.add_argument("--episodes", type=int, help=f"default: {EPISODES}")
+    parser.add_argument("--held-out", type=int, nargs=2, metavar=("FIRST", "STOP"),
+                        help="episodes of --data to compare (default: all)")  # fmt: skip
+    parser.add_argument("--episodes", type=int, help="in closed loop (default: toy 200, libero 50)")
     parser.add_argument("--seed", type=int, default=1_000_000, help="of the first episode")
     parser.add_argument("--batch", type=int, default=50, help="episodes in step")
-    parser.add_argument("--max-steps", type=int, default=360)
+    parser.add_argument("--max-steps", type=int, default=360, help="after which an episode fails")
     parser.add_argument("--execute", type=int, help="steps of a chunk carried out before the next")
     parser.add_argument("--context-chunks", type=int, help="1: look at the present frame alone")
     parser.add_argument("--guidance", type=float, help="scale on the video")
-    parser.add_argument("--dit-steps", choices=tuple(DIT_STEPS))
+    parser.add_argument("--dit-steps", choices=tuple(DIT_STEPS), help="network calls a chunk")
     parser.add_argument("--workers", type=int, default=1, help="processes that draw the world")
     parser.add_argument("--videos", type=int, default=4, help="episodes to film")
     parser.add_argument("--chunks", type=int, default=64, help="compared in the open loop")
-    parser.add_argument("--libero-python", metavar="PATH", help="see wamlab.evaluate.libero_loop")
+    parser.add_argument("--libero-python", metavar="PATH",
+                        help="LIBERO's own Python: see wamlab.evaluate.libero_loop")  # fmt: skip
     parser.add_argument("--libero-set", action="append", default=[], metavar="NAME=VALUE",
                         help="of LIBERO: suite, task, first, side, shadows")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--out", type=Path, help="folder of results (default: RUN/evaluation)")
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="of the model"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

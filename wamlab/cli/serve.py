@@ -22,8 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default=own.host, help=f"address to listen on (default {own.host}: this machine)"
     )
-    parser.add_argument("--port", type=int, default=own.port, help=f"default {own.port}; 0: any")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument(
+        "--port", type=int, default=own.port, help=f"port (default {own.port}; 0: any)"
+    )
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="of the model"
+    )
     parser.add_argument(
         "--dialect",
         default=own.dialect,
@@ -37,9 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("HEIGHT", "WIDTH"),
         help="what clients are asked to resize to (default: they send their own size)",
     )
-    parser.add_argument("--dit-steps", choices=tuple(DIT_STEPS), help="default: as the run says")
-    parser.add_argument("--sessions", type=int, default=own.sessions, help="remembered at a time")
-    parser.add_argument("--max-mib", type=int, default=own.max_bytes >> 20, help="of one message")
+    parser.add_argument(
+        "--dit-steps",
+        choices=tuple(DIT_STEPS),
+        help="network calls a chunk (default: as the run says)",
+    )
+    parser.add_argument(
+        "--sessions", type=int, default=own.sessions, help="clients remembered at a time"
+    )
+    parser.add_argument(
+        "--max-mib", type=int, default=own.max_bytes >> 20, help="largest message in MiB"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,14 +10,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab train-vae`."""
     default = {f.name: f.default for f in dataclasses.fields(VAETrainConfig)}
     parser.add_argument("datasets", nargs="+", help="folders or hub ids of LeRobot data sets")
-    for name in ("embodiment", "decoder", "out", "log", "device"):
-        parser.add_argument(f"--{name}", default=default[name])
+    helps = {
+        "embodiment": "robot: how columns and cameras are named",
+        "decoder": "reads the videos",
+        "out": "file of the result",
+        "log": "folder of evaluations and sample sheets",
+        "device": "auto, cpu or cuda",
+    }
+    for name, text in helps.items():
+        parser.add_argument(
+            f"--{name}", default=default[name], help=f"{text} (default {default[name]})"
+        )
     parser.add_argument("--weights", help="an earlier result to start from")
-    parser.add_argument("--minutes", type=float, default=default["minutes"])
+    parser.add_argument("--minutes", type=float, default=default["minutes"], help="of training")
     parser.add_argument("--steps", type=int, help="train this many steps instead of by the clock")
     parser.add_argument("--clips", type=int, default=default["clips"], help="9-frame clips a step")
-    parser.add_argument("--lr", type=float, default=default["lr"])
-    parser.add_argument("--seed", type=int, default=default["seed"])
+    parser.add_argument("--lr", type=float, default=default["lr"], help="learning rate")
+    parser.add_argument("--seed", type=int, default=default["seed"], help="of weights and draws")
 
 
 def run(args: argparse.Namespace) -> int:
