@@ -6,6 +6,8 @@ import json
 import pkgutil
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,39 @@ def test_doctor_names_the_cure_for_a_missing_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert "g++" in doctor._compiler()["cure"]
+
+
+DOCTOR_WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+from wamlab.__main__ import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+@pytest.mark.parametrize("package", ["av", "torch"])
+def test_doctor_starts_without_what_it_looks_for(package):
+    run = subprocess.run(
+        [sys.executable, "-c", DOCTOR_WITHOUT, package], capture_output=True, text=True, check=True
+    )
+    report = json.loads(run.stdout)
+    assert set(report) == {"support", "machine", "packages", "compute", "video", "decoders"}
+    section = {"av": "decoders", "torch": "compute"}[package]
+    assert report[section][package]["found"].startswith("not installed")
+    assert "pip install -e '.[c" in report[section][package]["cure"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "extra"), [(None, "'.[cpu]'"), ("/usr/bin/nvidia-smi", "'.[cuda]'")]
+)
+def test_doctor_cures_each_decoder_with_what_brings_it(monkeypatch, driver, extra):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: driver)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    lost = "does not import: torchcodec is not installed: pip install"
+    assert extra in doctor._decoder("torchcodec", lost)["cure"]
+    assert doctor._decoder("torchcodec-cuda", "needs an NVIDIA GPU")["cure"] is None
+    assert "decoders" in doctor._decoder("opencv", "not installed: no module cv2")["cure"]
+    row = doctor._decoder("pynvvideocodec", "not installed: no module PyNvVideoCodec")
+    assert "needs an NVIDIA GPU" in row["found"]
+    assert row["cure"] == "with one: pip install PyNvVideoCodec"
+    assert doctor._decoder("pyav", None) == {"found": "works", "cure": None}
