@@ -1,5 +1,6 @@
 """wamlab.config: dataclass <-> JSON, dotted replace, look-up."""
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import Literal
@@ -8,10 +9,14 @@ import pytest
 
 from wamlab.config import (
     ConfigError,
+    check_least,
     config_hash,
     from_dict,
     load_json,
     lookup,
+    natural,
+    positive,
+    positive_int,
     replace,
     save_json,
     to_dict,
@@ -85,6 +90,9 @@ def test_a_file_error_names_the_file(tmp_path):
     path.write_text('{"x": 1}')
     with pytest.raises(ConfigError, match=r"run\.json: unknown Outer field 'x'"):
         load_json(Outer, path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"run\.json is not a UTF-8 text file"):
+        load_json(Outer, path)
 
 
 def test_replace_reaches_into_nested_fields_and_leaves_the_original():
@@ -92,6 +100,44 @@ def test_replace_reaches_into_nested_fields_and_leaves_the_original():
     assert (changed.inner.width, changed.mode, FULL.inner.width) == (9, "slow", 7)
     with pytest.raises(ConfigError, match="did you mean 'width'"):
         replace(FULL, {"inner.wdith": 9})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inner.width": "x"}, r"Inner\.width takes int, got 'x'"),
+        ({"inner": 3}, "takes a JSON object, got 3"),
+        ({"root.name": 1}, r"Outer\.root is PosixPath\('x/y'\): it has no field 'name'"),
+        ({"mode": "fats"}, "did you mean 'fast'"),
+    ],
+)
+def test_replace_takes_what_a_file_may_hold_and_nothing_else(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(FULL, changes)
+    assert replace(FULL, {"inner.rate": 1, "names": ["c"]}).names == ("c",)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_a_field_below_its_least_or_not_finite_is_refused(value):
+    check_least(Inner(rate=0.0), {"rate": 0, "width": 1})
+    check_least(Outer(), {"root": 0})
+    with pytest.raises(ConfigError, match=f"rate must be at least 0, got {value}"):
+        check_least(Inner(rate=value), {"rate": 0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (positive_int, "1", ("0", "-1", "1.5", "x")),
+        (natural, "0", ("-1", "nan")),
+        (positive, "0.5", ("0", "nan", "inf", "-2", "")),
+    ],
+)
+def test_an_option_takes_its_kind_of_number(kind, good, bad):
+    assert kind(good) == float(good)
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"takes .* number.*, got '{text}'"):
+            kind(text)
 
 
 def test_lookup_suggests_the_nearest_name():

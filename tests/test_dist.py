@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from wamlab import dist
+from wamlab.config import ConfigError
 
 
 def test_one_process_is_rank_zero_of_one(monkeypatch, capsys):
@@ -26,10 +27,10 @@ def test_only_rank_zero_prints(monkeypatch, capsys):
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert dist.device("auto") == torch.device("cpu")
-    with pytest.raises(RuntimeError, match="no CUDA GPU"):
+    with pytest.raises(ConfigError, match="no CUDA GPU"):
         dist.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this host has 2"):
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU: this host has 2"):
         dist.device("cuda")

@@ -2,9 +2,13 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
 
+from wamlab.__main__ import main
 from wamlab.cli.train import RECIPES, add_arguments, configure, predicted
 from wamlab.config import ConfigError, save_json
 from wamlab.train.config import PRESETS
@@ -58,3 +62,44 @@ def test_memory_is_predicted_without_a_run():
 def test_recipes_are_plain_json():
     for path in RECIPES.glob("*.json"):
         assert json.loads(path.read_text())["name"] == path.stem
+
+
+QUICK = ("--steps", "1", "--set", "warmup_steps=0", "--set", "wait_steps=0", "--set", "seed=3")
+
+
+def test_two_ranks_start_from_the_command_itself(tmp_path, data_samples):
+    root = f"data.root={data_samples / 'droid_mini'}"
+    words = ["cpu", "--nproc", "2", *QUICK, "--set", "model.layers=1", "--set", root]
+    command = [sys.executable, "-m", "wamlab", "train", *words, "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "median step" in ran.stdout
+    (step,) = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert json.loads(step)["step"] == 0
+    assert json.loads((tmp_path / "run.json").read_text())["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "data.root=nowhere"], "nowhere: no such folder"),
+        (["--set", "data.root=nowhere", "--nproc", "2"], "nowhere: no such folder"),
+        (["--set", "device=cuda"], "torch sees no CUDA GPU"),
+        (["--nproc", "2", "--torchrun", "--role 'x"], '--torchrun "--role \'x": No closing'),
+    ],
+)
+def test_what_a_run_lacks_is_one_line_before_anything_starts(
+    words, message, capsys, monkeypatch, data_samples
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(data_samples.parent)
+    assert main(["train", "cpu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_the_number_of_ranks_is_one_or_more(count, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "cpu", "--nproc", count])
+    assert f"--nproc: takes a whole number of 1 or more, got {count!r}" in capsys.readouterr().err

@@ -5,13 +5,15 @@ it. This module is the one place that turns such a dataclass into JSON and back;
 refused, never ignored.
 """
 
+import argparse
 import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +55,37 @@ def unknown_name(name: str, allowed: Iterable[str], kind: str) -> str:
     near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}: allowed are {', '.join(sorted(allowed))}{hint}"
+
+
+def check_least(config: Any, least: Mapping[str, float]) -> None:
+    """Refuse fields that are below their least value or not finite; null passes.
+
+    Raises:
+        ConfigError: naming the field and its least value.
+    """
+    for field, low in least.items():
+        value = getattr(config, field)
+        if value is not None and not low <= value < math.inf:
+            raise ConfigError(f"{field} must be at least {low}, got {value}")
+
+
+def _number(kind: type, fits: Callable[[float], bool], rule: str) -> Callable[[str], Any]:
+    def convert(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
+            raise argparse.ArgumentTypeError(f"takes {rule}, got {text!r}")
+        return value
+
+    return convert
+
+
+# kinds of numbers that a command's option takes: the `type` of argparse
+positive_int = _number(int, lambda n: n >= 1, "a whole number of 1 or more")
+natural = _number(int, lambda n: n >= 0, "a whole number of 0 or more")
+positive = _number(float, lambda x: x > 0, "a number above 0")
 
 
 def to_dict(config: Any) -> Any:
@@ -102,13 +135,25 @@ def load_json(cls: type[T], path: str | Path) -> T:
     if not path.is_file():
         raise ConfigError(f"no such configuration file: {path}")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     try:
         return from_dict(cls, values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """Return a text file's content.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a UTF-8 text file: {error}") from error
 
 
 def save_json(config: Any, path: str | Path) -> None:
@@ -129,15 +174,20 @@ def replace(config: T, changes: Mapping[str, Any] | None = None, /, **kwargs: An
         kwargs: the same for plain fields.
 
     Raises:
-        ConfigError: an unknown field.
+        ConfigError: an unknown field, or a value of the wrong type.
     """
+    cls = type(config)
+    hints = typing.get_type_hints(cls)
     for key, value in {**(changes or {}), **kwargs}.items():
         head, _, rest = key.partition(".")
-        fields = [f.name for f in dataclasses.fields(config)]
-        check_name(head, fields, f"{type(config).__name__} field")
-        if rest:
-            value = replace(getattr(config, head), {rest: value})
-        config = dataclasses.replace(config, **{head: value})
+        check_name(head, [f.name for f in dataclasses.fields(cls)], f"{cls.__name__} field")
+        inner = getattr(config, head)
+        if rest and not dataclasses.is_dataclass(inner):
+            raise ConfigError(f"{cls.__name__}.{head} is {inner!r}: it has no field {rest!r}")
+        value = replace(inner, {rest: value}) if rest else value
+        config = dataclasses.replace(
+            config, **{head: _convert(hints[head], value, f"{cls.__name__}.{head}")}
+        )
     return config
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wamlab.config import ConfigError
+
 
 def rank() -> int:
     """Return this process's global rank (0 without torchrun)."""
@@ -37,14 +39,16 @@ def device(kind: str = "auto") -> torch.device:
         kind: "auto", "cpu" or "cuda".
 
     Raises:
-        RuntimeError: "cuda" was asked for and there is none, or fewer GPUs than ranks.
+        ConfigError: "cuda" was asked for and there is none, or fewer GPUs than ranks.
     """
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError("device 'cuda' was asked for, but torch sees no CUDA GPU")
+        raise ConfigError(
+            "device 'cuda' was asked for, but torch sees no CUDA GPU; `wamlab doctor` says why"
+        )
     if local_rank() >= torch.cuda.device_count():
-        raise RuntimeError(
+        raise ConfigError(
             f"local rank {local_rank()} has no GPU: this host has {torch.cuda.device_count()}; "
             "start as many ranks a host as it has GPUs"
         )

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from wamlab.config import ConfigError, from_dict, load_json, replace, to_dict
+from wamlab.config import ConfigError, from_dict, load_json, positive_int, replace, to_dict
+from wamlab.data.lerobot import find_root
 from wamlab.dist import device, print0, world_size
 from wamlab.measure import Record
 from wamlab.train import memory
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab train`."""
     known = sorted([*PRESETS, *(p.stem for p in RECIPES.glob("*.json"))])
     parser.add_argument("run", help=f"a TrainConfig as JSON, or one of {', '.join(known)}")
-    parser.add_argument("--micro-batch", type=int, help="samples a rank computes at once")
-    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--micro-batch", type=positive_int, help="samples a rank computes at once")
+    parser.add_argument("--steps", type=positive_int, help="optimizer steps")
     parser.add_argument("--out", help="run folder")
     parser.add_argument(
         "--set",
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any field, dotted, as JSON: --set optim.lr=1e-4 --set data.root=DIR",
     )
     parser.add_argument("--memory", action="store_true", help="predict the memory and stop")
-    parser.add_argument("--nproc", type=int, help="start this many ranks here, through torchrun")
+    parser.add_argument("--nproc", type=positive_int, help="ranks to start here, through torchrun")
     parser.add_argument(
         "--torchrun",
         default="--standalone",
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if args.memory:
         print(predicted(config, args.nproc or world_size()))
         return 0
+    device(config.device)
+    _find_data(config)
     if args.nproc and "RANK" not in os.environ:
         _become_torchrun(args)
     if "console" not in config.trackers:
@@ -120,10 +123,21 @@ def predicted(config: TrainConfig, world: int) -> str:
     return memory.explain(setting, memory.usable_bytes(device("cuda")))
 
 
+def _find_data(config: TrainConfig) -> None:
+    """Refuse data that is not there before ranks are started and a model is built."""
+    for data in (config.data, config.validation):
+        for source in (data, *data.mixture) if data else ():
+            find_root(source.root)
+
+
 def _become_torchrun(args: argparse.Namespace) -> None:
     """Replace this process by torchrun with the same command for each rank."""
-    options = [*shlex.split(args.torchrun), "--nproc-per-node", str(args.nproc)]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "wamlab"]
+    try:
+        options = [*shlex.split(args.torchrun), "--nproc-per-node", str(args.nproc)]
+    except ValueError as error:
+        raise ConfigError(f"--torchrun {args.torchrun!r}: {error}") from error
+    # behind "--" torchrun takes no option of ours for one of its own, as it would --nproc
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "--", "wamlab"]
     os.execv(sys.executable, [*command, *sys.argv[1:]])
 
 
