@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 import wamlab.cli
 from wamlab.__main__ import COMMANDS, main
 from wamlab.cli import demo, doctor
-from wamlab.measure import Record
+from wamlab.measure import Record, append_jsonl, read_records
 
 
 def refused(capsys, *argv: str) -> str:
@@ -59,6 +60,31 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
     assert "did you mean 'demo'" in refused(capsys, "dmeo")
 
 
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"wamlab {metadata.version('wamlab')}\n"
+
+
+def test_a_description_keeps_its_words(capsys):
+    for name, word in (("train", "JSON"), ("train-vae", "VAE"), ("lab", "JupyterLab")):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert word in capsys.readouterr().out.split("positional arguments")[0].split("options")[0]
+
+
+@pytest.mark.parametrize("command", ["train", "ladder", "converge"])
+def test_a_file_that_is_not_text_is_named(command, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert f"{path} is not a UTF-8 text file" in refused(capsys, command, str(path))
+
+
+def test_a_value_of_a_ladder_file_is_refused_by_its_field(tmp_path, capsys):
+    path = tmp_path / "ladder.json"
+    path.write_text('{"rows": [{"name": "official"}], "changes": {"steps": "x"}}')
+    assert "TrainConfig.steps takes int, got 'x'" in refused(capsys, "ladder", str(path))
+
+
 def test_an_unknown_option_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["demo", "--sise", "tiny"])
@@ -83,16 +109,19 @@ def test_the_demo_refuses_bad_input_before_it_starts(capsys, tmp_path, argv, mes
 
 
 def test_a_data_set_without_a_needed_column_is_refused_and_leaves_no_result(
-    capsys, tmp_path, data_samples, monkeypatch
+    capsys, tmp_path, data_samples
 ):
     root = tmp_path / "broken"
     shutil.copytree(data_samples / "droid_mini", root)
     for table in root.rglob("*.parquet"):
         _drop_column(table, "action")
-    monkeypatch.setattr(demo, "_time_decoders", lambda *_: [])
+    earlier = tmp_path / "out" / "records.jsonl"
+    append_jsonl(earlier, [Record(name="earlier")])
     line = refused(capsys, "demo", "--data", str(root), "--out", str(tmp_path / "out"))
     assert "action" in line
+    assert "read as --embodiment toy; there are also droid, libero" in line
     assert not (tmp_path / "out" / "report.html").exists()
+    assert read_records(earlier)[0].name == "earlier"
 
 
 def _drop_column(table: Path, name: str) -> None:

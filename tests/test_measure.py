@@ -71,6 +71,23 @@ def test_a_line_cut_by_a_kill_is_left_out_but_a_broken_one_is_refused(tmp_path):
         read_jsonl(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"null", r"line 1 is not a JSON object: null"),
+        (b'{"scope": "step"}', r"line 1: a record needs a name"),
+        (b'{"name": "a", "step_ms": "fast"}', r"line 1: Timing takes a JSON object, got 'fast'"),
+        (b'{"name": "a", "peak_gib": "many"}', r"line 1: Record.peak_gib takes float, got 'many'"),
+        (b"\xff\xfe", r"is not a UTF-8 text file"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(ConfigError, match=f"r.jsonl.*{message}"):
+        read_records(path)
+
+
 def test_mfu_is_null_for_an_unknown_device_and_never_above_one(monkeypatch):
     assert mfu(1e12, 1.0, CPU, "bf16") is None
     monkeypatch.setattr("wamlab.measure.device_name", lambda dev: "NVIDIA H200")

@@ -46,6 +46,21 @@ def test_a_file_and_the_changes_to_it(tmp_path):
         (["cpu", "--set", "optim.lrr=1"], r"did you mean 'lr'"),
         (["cpu", "--set", "steps"], r"--set takes KEY=VALUE, got 'steps'"),
         (["cpu", "--set", "steps=many"], r"TrainConfig.steps takes int, got 'many'"),
+        (["cpuu"], r"unknown run 'cpuu'.*did you mean 'cpu'"),
+        (["droid-5bb"], r"did you mean 'droid-5b'"),
+        (["cpu", "--set", "model=null"], r"model is null"),
+        (["cpu", "--set", "data=null"], r"data is null"),
+        (["cpu", "--set", "model.layers=0"], r"layers must be at least 1, got 0"),
+        (["cpu", "--set", "optim.lr=-1e-4"], r"lr must be at least 0, got -0.0001"),
+        (["cpu", "--set", "optim.lr=NaN"], r"lr must be at least 0, got nan"),
+        (["cpu", "--set", "optim.lr=Infinity"], r"lr must be at least 0, got inf"),
+        (["cpu", "--set", "optim.betas=[1, 0.9]"], r"betas are two shares"),
+        (["cpu", "--set", "seed=-1"], r"seed must be at least 0, got -1"),
+        (["cpu", "--set", "timeout_s=-5"], r"timeout_s must be at least 0, got -5"),
+        (
+            ["cpu", "--set", 'optimizations=[{"name": "prefetch", "workers": -2}]'],
+            r"workers must be 0 or more, got -2",
+        ),
     ],
 )
 def test_refusals(words, message):
@@ -84,6 +99,8 @@ def test_two_ranks_start_from_the_command_itself(tmp_path, data_samples):
     [
         (["--set", "data.root=nowhere"], "nowhere: no such folder"),
         (["--set", "data.root=nowhere", "--nproc", "2"], "nowhere: no such folder"),
+        (["--out", "/proc/x"], "wamlab train: /proc/x: No such file or directory"),
+        (["--out", __file__], f"{__file__}: File exists"),
         (["--set", "device=cuda"], "torch sees no CUDA GPU"),
         (["--nproc", "2", "--torchrun", "--role 'x"], '--torchrun "--role \'x": No closing'),
     ],

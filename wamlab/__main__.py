@@ -6,6 +6,7 @@ Each command lives in wamlab/cli/ and is imported only when it is called.
 import argparse
 import importlib
 import sys
+from importlib import metadata
 
 from wamlab.config import UserError, unknown_name
 
@@ -39,18 +40,26 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {name:<16}{summary}")
         print("\n`wamlab COMMAND --help` lists a command's options.")
         return 0
+    if argv[0] == "--version":
+        print(f"wamlab {metadata.version('wamlab')}")
+        return 0
     if argv[0] not in COMMANDS:
         print(f"wamlab: {unknown_name(argv[0], COMMANDS, 'command')}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"wamlab.cli.{COMMANDS[argv[0]][0]}")
+    summary = COMMANDS[argv[0]][1]
     parser = argparse.ArgumentParser(
-        prog=f"wamlab {argv[0]}", description=COMMANDS[argv[0]][1].capitalize() + "."
+        prog=f"wamlab {argv[0]}", description=f"{summary[0].upper()}{summary[1:]}."
     )
     module.add_arguments(parser)
     try:
         return module.run(parser.parse_args(argv[1:]))
     except UserError as error:
         print(f"wamlab {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a path that cannot be read or written
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"wamlab {argv[0]}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"wamlab {argv[0]}: interrupted", file=sys.stderr)

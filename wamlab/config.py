@@ -156,6 +156,18 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} is not a UTF-8 text file: {error}") from error
 
 
+def find_recipe(folder: Path, name: str, others: Iterable[str] = ()) -> Path:
+    """Return the file of a recipe that `folder` holds, or the file that `name` is itself.
+
+    Raises:
+        ConfigError: a bare word that is neither; `others` are further words that stand for one.
+    """
+    recipe = folder / f"{name}.json"
+    if not recipe.is_file() and not Path(name).exists() and not Path(name).suffix:
+        check_name(name, [*others, *(p.stem for p in folder.glob("*.json"))], "run")
+    return recipe if recipe.is_file() else Path(name)
+
+
 def save_json(config: Any, path: str | Path) -> None:
     """Write a dataclass (or plain values) as JSON; the file appears whole or not at all."""
     path = Path(path)

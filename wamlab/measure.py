@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from wamlab.config import ConfigError, to_dict
+from wamlab.config import ConfigError, from_dict, read_text, to_dict
 from wamlab.hardware import peak_flops
 
 Dimension = Literal["compute", "parallel", "data", "communication"]
@@ -115,18 +115,13 @@ class Record:
         """Build a record from its flat JSON object; unknown keys become `extra`.
 
         Raises:
-            ConfigError: `name` is missing.
+            ConfigError: `name` is missing, or a value has another type.
         """
         if "name" not in values:
             raise ConfigError(f"a record needs a name, got keys {sorted(values)}")
         names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
         own = {k: v for k, v in values.items() if k in names}
-        if own.get("step_ms"):
-            own["step_ms"] = Timing(**own["step_ms"])
-        for key in ("optimizations", "losses"):
-            if own.get(key) is not None:
-                own[key] = tuple(own[key])
-        return cls(**own, extra={k: v for k, v in values.items() if k not in names})
+        return from_dict(cls, own | {"extra": {k: v for k, v in values.items() if k not in names}})
 
 
 def stamp(record: Record) -> Record:
@@ -154,12 +149,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Read a JSONL file; a last line that was cut by a kill is left out.
 
     Raises:
-        ConfigError: the file is missing, or a line other than the last is not JSON.
+        ConfigError: the file is missing or no text, or a line is not a JSON object.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no such record file: {path}")
-    lines = path.read_text().splitlines()
+    lines = read_text(path).splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -167,12 +162,25 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number < len(lines):
                 raise ConfigError(f"{path}, line {number} is not JSON: {error}") from error
+            break
+        if not isinstance(rows[-1], dict):
+            raise ConfigError(f"{path}, line {number} is not a JSON object: {line[:80]}")
     return rows
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Read the records of a JSONL file, see `read_jsonl`."""
-    return [Record.from_json(row) for row in read_jsonl(path)]
+    """Read the records of a JSONL file, see `read_jsonl`.
+
+    Raises:
+        ConfigError: as `read_jsonl`, or a line is not a record.
+    """
+    records = []
+    for number, row in enumerate(read_jsonl(path), 1):
+        try:
+            records.append(Record.from_json(row))
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+    return records
 
 
 def synchronize(dev: torch.device | str | None = None) -> None:

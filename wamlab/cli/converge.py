@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from wamlab.config import (
     ConfigError,
     config_hash,
+    find_recipe,
     from_dict,
     load_json,
     replace,
@@ -130,8 +131,7 @@ def load_recipe(name: str) -> ConvergeConfig:
     Args:
         name: of a file in wamlab/evaluate/recipes, or the path of another one.
     """
-    path = RECIPES / f"{name}.json"
-    config = load_json(ConvergeConfig, path if path.is_file() else name)
+    config = load_json(ConvergeConfig, find_recipe(RECIPES, name))
     weights = config.train.model.vae_weights
     if weights and not Path(weights).exists() and (ROOT / weights).exists():
         config = replace(config, {"train.model.vae_weights": str(ROOT / weights)})

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from wamlab.config import ConfigError, from_dict, load_json, positive_int, replace, to_dict
+from wamlab.config import (
+    ConfigError,
+    find_recipe,
+    from_dict,
+    load_json,
+    positive_int,
+    replace,
+    to_dict,
+)
 from wamlab.data.lerobot import find_root
 from wamlab.dist import device, print0, world_size
 from wamlab.measure import Record
@@ -54,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         print(predicted(config, args.nproc or world_size()))
         return 0
     device(config.device)
-    _find_data(config)
+    _check_paths(config)
     if args.nproc and "RANK" not in os.environ:
         _become_torchrun(args)
     if "console" not in config.trackers:
@@ -70,11 +78,10 @@ def configure(args: argparse.Namespace) -> TrainConfig:
     Raises:
         ConfigError: no such run or field, or a value of the wrong type.
     """
-    recipe = RECIPES / f"{args.run}.json"
     if args.run in PRESETS:
         config = PRESETS[args.run]
     else:
-        config = load_json(TrainConfig, recipe if recipe.is_file() else args.run)
+        config = load_json(TrainConfig, find_recipe(RECIPES, args.run, PRESETS))
     values = to_dict(config)
     changes = {"steps": args.steps, "out": args.out}
     for key, value in changes.items():
@@ -88,7 +95,11 @@ def configure(args: argparse.Namespace) -> TrainConfig:
     if args.micro_batch is not None:
         others = [o for o in values["optimizations"] if _name(o) != "micro_batch"]
         values["optimizations"] = [*others, {"name": "micro_batch", "size": args.micro_batch}]
-    return from_dict(TrainConfig, values)
+    config = from_dict(TrainConfig, values)
+    for field in ("model", "data"):
+        if getattr(config, field) is None:
+            raise ConfigError(f"{field} is null: a run of the command line needs one")
+    return config
 
 
 def _name(entry: str | dict[str, Any]) -> str | None:
@@ -123,11 +134,13 @@ def predicted(config: TrainConfig, world: int) -> str:
     return memory.explain(setting, memory.usable_bytes(device("cuda")))
 
 
-def _find_data(config: TrainConfig) -> None:
-    """Refuse data that is not there before ranks are started and a model is built."""
+def _check_paths(config: TrainConfig) -> None:
+    """Refuse data that is not there, and an `out` that cannot be made, before anything starts."""
     for data in (config.data, config.validation):
         for source in (data, *data.mixture) if data else ():
             find_root(source.root)
+    if config.out:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
 
 
 def _become_torchrun(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wamlab.config import ConfigError, check_name, lookup, replace
+from wamlab.config import ConfigError, check_least, check_name, lookup, replace
 from wamlab.draws import Draws
 from wamlab.model import flow_matching
 from wamlab.model.dit import MODEL_SIZES, WorldActionDiT
@@ -81,6 +81,7 @@ class WAMConfig:
 
     def __post_init__(self) -> None:
         lookup(MODEL_SIZES, self.size, "model size")
+        check_least(self, {"layers": 1, "num_action_per_block": 1})
         lookup(VAE_SIZES, self.encoders.vae, "VAE size")
         lookup(TEXT_SIZES, self.encoders.text, "text encoder size")
         lookup(IMAGE_SIZES, self.encoders.image, "image encoder size")

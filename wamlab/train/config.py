@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from wamlab.config import ConfigError, lookup
+from wamlab.config import ConfigError, check_least, lookup
 from wamlab.data.loader import DataConfig
 from wamlab.model.lora import LoRAConfig
 from wamlab.model.wam import WAMConfig
@@ -51,9 +51,7 @@ class TrainConfig:
     silence_s: float = 20.0  # without a heartbeat, after which another host of the run is lost
 
     def __post_init__(self) -> None:
-        for field in ("steps", "global_batch", "log_every", "keep"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
+        check_least(self, LEAST)
         if not 0 <= self.warmup_steps < self.steps:
             raise ConfigError(
                 f"warmup_steps {self.warmup_steps} leaves none of the {self.steps} steps to measure"
@@ -68,8 +66,16 @@ class TrainConfig:
             lookup(TRACKERS, name, "tracker")
             if name != "console" and not self.out:
                 raise ConfigError(f"tracker {name!r} needs `out`, the folder that it writes to")
-        build_optimizations(self.optimizations)
+        data = self.data
+        for optimization in build_optimizations(self.optimizations):
+            data = data and optimization.apply_data(data)  # refuses what the loader would
 
+
+LEAST: dict[str, float] = {
+    **dict.fromkeys(("steps", "global_batch", "log_every", "keep", "validation_batches"), 1),
+    **dict.fromkeys(("seed", "parts_steps", "wait_steps", "save_every", "validate_every"), 0),
+    **dict.fromkeys(("timeout_s", "silence_s", "max_skipped"), 0),
+}
 
 FULL = ("shortcuts", "compile", "fused_adamw", "batched_encoders", "prompt_cache", "micro_batch")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, check_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,10 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.lr_warmup < 1.0:
             raise ConfigError(f"lr_warmup is a share of the steps in [0, 1), got {self.lr_warmup}")
-        if self.clip_norm <= 0.0:
+        check_least(self, {"lr": 0, "weight_decay": 0, "eps": 0})
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas are two shares in [0, 1), got {self.betas}")
+        if not self.clip_norm > 0.0:
             raise ConfigError(f"clip_norm must be above 0, got {self.clip_norm}")
 
 
