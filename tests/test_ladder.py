@@ -40,7 +40,8 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, target, config, nproc, *, out, threads, monitor):
+    def __call__(self, target, config, nproc, *, out, threads, monitor, env):
+        assert env == module.ALLOCATOR  # in every row alike
         self.calls.append((config.optimizations, nproc, threads))
         out.mkdir(parents=True, exist_ok=True)
         return FakeJob(config)

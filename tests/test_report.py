@@ -50,6 +50,7 @@ def test_the_page_says_how_it_was_measured(tmp_path):
     assert "global batch 2" in text
     assert "2 steps not counted" in text
     assert "5 steps; median and quartiles" in text
+    assert "spread by up to 30% (quartiles)" in text
     assert RECORDS[0].machine["cpu"] in text
 
 
@@ -115,13 +116,17 @@ def test_readmes_tables_are_those_of_their_records(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no table", "no table between"),
+        ("no table", "0 of 0 tables stand between"),
+        ("<!-- records: r.jsonl step -->\n\n# Next\n\n<!-- end -->", "0 of 1 tables stand"),
+        ("<!-- records: a b.jsonl step -->\n<!-- end -->", "0 of 1 tables stand between"),
+        ("<!-- records: r.jsonl encode -->\n<!-- end -->", "scope 'encode' lacks a number: 'frames'"),
         ("<!-- records: r.jsonl stpe -->\n<!-- end -->", "did you mean 'step'"),
         ("<!-- records: r.jsonl dit -->\n<!-- end -->", "r.jsonl has no record of scope 'dit'"),
     ],
 )
 def test_a_file_whose_tables_cannot_be_made_is_refused(tmp_path, text, message):
-    append_jsonl(tmp_path / "r.jsonl", RECORDS)
+    bare = Record(name="x", scope="encode")
+    append_jsonl(tmp_path / "r.jsonl", [*RECORDS, bare])
     (tmp_path / "a.md").write_text(text)
     with pytest.raises(ConfigError, match=message):
         command.run(options("--update", str(tmp_path / "a.md")))
@@ -138,6 +143,23 @@ def test_rows_that_do_not_count_say_why_in_markdown(tmp_path):
     assert "| data <b> | torchcodec needs FFmpeg |" in text
 
 
+def test_line_ends_stay_as_they_are(tmp_path):
+    append_jsonl(tmp_path / "r.jsonl", RECORDS)
+    (tmp_path / "a.md").write_bytes(b"# A\r\n<!-- records: r.jsonl step -->\r\n<!-- end -->\r\n")
+    assert update(tmp_path / "a.md") == 1
+    stored = (tmp_path / "a.md").read_bytes()
+    assert stored.count(b"\r\n") == stored.count(b"\n") == 9
+
+
+def test_records_of_parts_are_printed_as_their_table(tmp_path, capsys):
+    folder = Path(__file__).parents[1] / "notebooks" / "measurements"
+    assert command.run(options(str(folder / "dit_h200.jsonl"), "--out", str(tmp_path))) == 0
+    assert "| dreamzero-5b, micro-batch 1 | official; recompute full |" in capsys.readouterr().out
+    append_jsonl(tmp_path / "r.jsonl", [Record(name="x", scope="augment")])
+    with pytest.raises(ConfigError, match=r"nothing to report: scopes augment in 1 records; there"):
+        command.run(options(str(tmp_path / "r.jsonl")))
+
+
 def test_days_of_a_full_run(tmp_path, capsys):
     append_jsonl(tmp_path / "r.jsonl", RECORDS)
     files = [str(tmp_path / "r.jsonl"), "--out", str(tmp_path / "page"), "--samples", "8.64e6"]
@@ -145,6 +167,8 @@ def test_days_of_a_full_run(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"official +20 days for 8.64e\+06 samples on this machine", printed)
     assert re.search(r"compute +10 days", printed)
+    with pytest.raises(ConfigError, match="--samples -5: a number above 0"):
+        command.run(options("--samples", "-5", "r.jsonl"))
 
 
 def test_report_without_anything_to_do_is_refused():

@@ -8,7 +8,9 @@ import torch
 
 from wamlab.config import ConfigError, lookup, replace
 from wamlab.data.bench_decode import time_decoders
-from wamlab.data.loader import DataConfig
+from wamlab.data.data_config import DataConfig, open_data
+from wamlab.data.embodiment import EMBODIMENTS
+from wamlab.data.metadata import DatasetError
 from wamlab.jupyter.ladder import Row, ladder
 from wamlab.jupyter.launch import LaunchError
 from wamlab.jupyter.report import write_report
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not on_gpu:
         raise ConfigError("--device cuda: torch sees no CUDA GPU; `wamlab doctor` says why")
     base = demo_config(args, on_gpu)
-    source = _source(args)
+    source = _source(args, base.data)
     print(
         f"wamlab demo on {', '.join([machine()['cpu'], *machine()['gpus'][: int(on_gpu)]])}, "
         f"{machine()['cores']} cores\n"
@@ -108,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
         f"{args.repeats} measured steps a row, each row in a fresh process\n"
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "records.jsonl").unlink(missing_ok=True)
     decode = _time_decoders(source, on_gpu)
+    (args.out / "records.jsonl").unlink(missing_ok=True)
     append_jsonl(args.out / "records.jsonl", decode)
     try:
         records = ladder(base, rows(on_gpu), args.out, fresh=args.fresh)
@@ -123,11 +125,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _source(args: argparse.Namespace) -> Path:
+def _source(args: argparse.Namespace, data: DataConfig) -> Path:
+    """Return what decoders are timed on, once it is known that the ladder can read its data."""
     if args.video and not args.video.is_file():
         raise ConfigError(f"--video {args.video}: no such file")
     if not args.data.is_dir():
         raise ConfigError(f"--data {args.data}: no such folder; it takes a LeRobot data set")
+    try:
+        open_data(data)
+    except DatasetError as error:
+        others = ", ".join(name for name in EMBODIMENTS if name != args.embodiment)
+        raise ConfigError(
+            f"{error} (read as --embodiment {args.embodiment}; there are also {others})"
+        ) from error
     return args.video or args.data
 
 

@@ -23,24 +23,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rewrite the tables of a Markdown file, or print one and write the page.
+    """Rewrite the tables of a Markdown file, or print them and write the page.
 
     Raises:
         ConfigError: neither files nor --update were given, or nothing can be reported.
     """
     if not args.files and not args.update:
         raise ConfigError("report takes files of records, or --update FILE.md")
+    if args.samples is not None and not args.samples > 0:
+        raise ConfigError(f"--samples {args.samples:g}: a number above 0")
     if args.update:
         print(f"{args.update}: {markdown.update(args.update)} tables are those of their records")
     if args.files:
-        records = [record for file in args.files for record in read_records(file)]
-        steps = [r for r in records if r.scope == "step"]
-        page = write_report(records, args.out, title=args.title)
-        print_ladder(steps)
-        if args.samples:
-            print("\n".join(days(record, args.samples) for record in steps if record.samples_per_s))
-        print(f"\nreport: {page}")
+        _report(args)
     return 0
+
+
+def _report(args: argparse.Namespace) -> None:
+    records = [record for file in args.files for record in read_records(file)]
+    steps = [r for r in records if r.scope == "step"]
+    scopes = sorted({r.scope for r in records})
+    parts = [scope for scope in scopes if scope in markdown.TABLES and scope != "step"]
+    if not steps and not parts:
+        raise ConfigError(
+            f"nothing to report: scopes {', '.join(scopes) or 'none'} in {len(records)} records; "
+            f"there are tables of {', '.join(markdown.TABLES)}"
+        )
+    for scope in parts:
+        print(f"{scope}\n{markdown.table(records, scope)}\n")
+    if not steps:
+        return
+    page = write_report(records, args.out, title=args.title)
+    print_ladder(steps)
+    if args.samples:
+        print("\n".join(days(record, args.samples) for record in steps if record.samples_per_s))
+    print(f"\nreport: {page}")
 
 
 def days(record: Record, samples: float) -> str:

@@ -4,7 +4,8 @@
     | row | ...
     <!-- end -->
 
-The path is relative to the Markdown file; the word after it is the scope of the records shown.
+The path, without spaces, is relative to the Markdown file; the word after it is the scope of the
+records shown. Nothing but the table stands between the comments.
 """
 
 import re
@@ -16,7 +17,7 @@ from wamlab.hardware import peak_flops
 from wamlab.jupyter.table import baseline, speedup
 from wamlab.measure import Record, read_records
 
-BLOCK = re.compile(r"(<!-- records: (\S+) (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- records: (\S+) (\S+) -->\n)(?:\|.*\n)*(?=<!-- end -->)")
 
 
 def update(path: Path) -> int:
@@ -29,24 +30,49 @@ def update(path: Path) -> int:
         How many tables there are.
 
     Raises:
-        ConfigError: no table, a scope that has none, or a file of records without such a record.
+        ConfigError: no table, one whose comments are not as above, a scope that has none, or a file
+            of records without such a record.
         OSError: a file is missing.
     """
 
     def fill(block: re.Match[str]) -> str:
-        table = lookup(TABLES, block[3], "scope of a table")
-        records = [r for r in read_records(path.parent / block[2]) if r.scope == block[3]]
-        if not records:
-            raise ConfigError(f"{path}: {block[2]} has no record of scope {block[3]!r}")
-        return f"{block[1]}{table(records)}\n"
+        return f"{block[1]}{table(read_records(path.parent / block[2]), block[3], block[2])}\n"
 
-    before = path.read_text(encoding="utf-8")
+    stored = path.read_bytes().decode()
+    before = stored.replace("\r\n", "\n")
     after, count = BLOCK.subn(fill, before)
-    if not count:
-        raise ConfigError(f"{path}: no table between <!-- records: FILE SCOPE --> and <!-- end -->")
+    wanted = before.count("<!-- records:")
+    if not count or count < wanted:
+        raise ConfigError(
+            f"{path}: {count} of {wanted} tables stand between <!-- records: FILE SCOPE --> and "
+            "<!-- end -->, with nothing but the table between these two lines"
+        )
     if after != before:
-        path.write_text(after, encoding="utf-8")
+        path.write_bytes((after.replace("\n", "\r\n") if stored != before else after).encode())
     return count
+
+
+def table(records: Sequence[Record], scope: str, source: object = "") -> str:
+    """Return the Markdown table of the records of a scope.
+
+    Args:
+        records: of any scopes.
+        scope: a key of TABLES.
+        source: where they are from, for errors.
+
+    Raises:
+        ConfigError: a scope that has no table, no record of it, or one that lacks its numbers.
+    """
+    build = lookup(TABLES, scope, "scope of a table")
+    shown = [r for r in records if r.scope == scope]
+    if not shown:
+        raise ConfigError(f"{source} has no record of scope {scope!r}")
+    try:
+        return build(shown)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{source}: a record of scope {scope!r} lacks a number: {error}"
+        ) from error
 
 
 def steps(records: Sequence[Record]) -> str:

@@ -96,8 +96,8 @@ def _pictures(steps: list[Record], decode: list[Record]) -> dict[str, tuple[str,
 
 PARTS = (
     "Each part of a step timed by itself, waiting for the device at every boundary. That forbids "
-    "overlap, so a bar may be longer than the step time in the table; it says what to speed up "
-    "next."
+    "overlap, and only the parts are in a bar: it need not be as long as the step in the table. It "
+    "says what to speed up next."
 )
 DECODE = (
     "The same windows of the same video files through each decoder, outside the training step. A "
@@ -190,6 +190,11 @@ def _machine_line(steps: list[Record]) -> str:
     return " · ".join([*chips, cpu, record.time_utc or ""])
 
 
+def _spread(steps: list[Record]) -> float:
+    times = [r.step_ms for r in steps if r.step_ms and not r.wrong]
+    return max(((t.q75 - t.q25) / t.median for t in times), default=0.0)
+
+
 def _facts(steps: list[Record]) -> str:
     base = baseline(steps)
     repeats = base.step_ms.n if base.step_ms else None
@@ -202,8 +207,9 @@ def _facts(steps: list[Record]) -> str:
         "Repeats": f"{repeats} steps; median and quartiles",
         "Ranks": ", ".join(f"{r.name}: {r.world_size}" for r in steps if r.world_size),
         "Versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v),
-        "Limits": "few repeats of a small model: differences under 5 % are noise; ratios hold for "
-        "this machine and this size only",
+        "Limits": f"few repeats of a small model, a process a row: the steps of one row spread by "
+        f"up to {_spread(steps):.0%} (quartiles), and smaller differences between rows are noise; "
+        "ratios hold for this machine and this size only",
     }
     rows = "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items())
     return f"<dl>{rows}</dl>"
