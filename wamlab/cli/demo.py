@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     parser.add_argument("--data", type=Path, default=SAMPLES, help="a LeRobot data set of your own")
     parser.add_argument("--embodiment", default="toy", help="how its columns and cameras are named")
-    parser.add_argument("--video", type=Path, help="times decoders on this file, then runs all")
+    parser.add_argument("--video", type=Path, help="time decoders on it; the ladder runs too")
     parser.add_argument("--size", help="the model's row of MODEL_SIZES (default: the preset's)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="where the ladder runs (default: the GPUs, if any)")  # fmt: skip
