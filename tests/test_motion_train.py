@@ -85,7 +85,8 @@ def test_a_fault_in_the_thread_reaches_training(folder):
     source = loader(MotionData(folder=folder, frames=32, source="packed", prefetch=2))
     source.windows.arrays = {}
     with pytest.raises(KeyError):
-        next(source)
+        for _ in range(4):  # what was read ahead before is still good
+            next(source)
     source.close()
 
 
