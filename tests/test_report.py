@@ -119,7 +119,7 @@ def test_readmes_tables_are_those_of_their_records(tmp_path, capsys):
         ("no table", "0 of 0 tables stand between"),
         ("<!-- records: r.jsonl step -->\n\n# Next\n\n<!-- end -->", "0 of 1 tables stand"),
         ("<!-- records: a b.jsonl step -->\n<!-- end -->", "0 of 1 tables stand between"),
-        ("<!-- records: r.jsonl encode -->\n<!-- end -->", "scope 'encode' lacks a number: 'frames'"),
+        ("<!-- records: r.jsonl encode -->\n<!-- end -->", "'encode' lacks a number: 'frames'"),
         ("<!-- records: r.jsonl stpe -->\n<!-- end -->", "did you mean 'step'"),
         ("<!-- records: r.jsonl dit -->\n<!-- end -->", "r.jsonl has no record of scope 'dit'"),
     ],
