@@ -36,6 +36,12 @@ def made(tmp_path_factory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> Path:
+    """One episode, just long enough for a sample."""
+    return write_counted(tmp_path_factory.mktemp("short") / "data", ROBOT, [18])
+
+
 @pytest.fixture
 def copy(made, tmp_path):
     def make(name: str = "v2.1") -> Path:
@@ -330,6 +336,69 @@ def test_the_command_prints_json_and_exits_with_1(copy, capsys, monkeypatch):
     assert values["faults"][0]["episode"] == 2
     assert main(["check", str(root)]) == 1
     assert f"fault  {TABLE.format(2)} (episode 2): episode has no table" in capsys.readouterr().out
+
+
+BAD = (None, 0, -1, "x", [], {}, 1e300)
+UNREAD = {"robot_type", "total_tasks", "splits", "total_videos", "total_chunks", "names", "info"}
+# what a value may be although it is none of the data set's own: absent, computed, or found by name
+HARMLESS = {
+    "info.json": r"total_(episodes|frames)=None|chunks_size=None|shape=(None|\[\])",
+    "modality.json": r"^={}|(video|annotation)(\.\w+)?={}|original_key=None|start=0",
+    "stats.json": r"^={}|^[\w.]+={}|(mean|std|min|max|q01|q99)\.0=(0|-1|1e\+300)",
+    "relative_stats_dreamzero.json": r"^={}|(mean|std|min|max|q01|q99)\.0=(0|-1|1e\+300)",
+    "tasks.jsonl": r"0\.task_index=0|0\.task='x'",
+    "episodes.jsonl": r"0\.episode_index=0|tasks",
+    "episodes_stats.jsonl": r"",  # its values are read by nobody
+    "embodiment.json": r"='x'",
+}
+
+
+def places(value, here: tuple = ()):
+    """Yield the way to every field of a JSON value, of a list to its first entry only."""
+    yield here
+    if isinstance(value, dict):
+        inner = {k: v for k, v in value.items() if k not in UNREAD}.items()
+    else:
+        inner = enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, found in inner:
+        yield from places(found, (*here, key))
+
+
+def replaced(value, place: tuple, bad):
+    if not place:
+        return bad
+    value = value.copy()
+    value[place[0]] = replaced(value[place[0]], place[1:], bad)
+    return value
+
+
+def spoiled(path: Path):
+    """Yield a label and the bytes of a meta file with one field replaced by something else."""
+    rows = path.suffix == ".jsonl"
+    text = path.read_text()
+    values = [json.loads(line) for line in text.splitlines()] if rows else json.loads(text)
+    ways = [w for w in places(values) if w or not rows][: 9 if "stats" in path.name else None]
+    for number, way in enumerate(ways):
+        for bad in BAD if len(way) < 2 else (BAD[number % 7],):  # all in turn further inside
+            new = replaced(values, way, bad)
+            text = "\n".join(map(json.dumps, new)) if rows else json.dumps(new)
+            yield f"{'.'.join(map(str, way))}={bad!r}", text.encode()
+    yield "not UTF-8", b'{"fps": "\xff"}'
+    yield "empty", b"" if not rows else b"{"
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_no_value_of_a_meta_file_stops_the_check(name, short, tmp_path):
+    """Every field by null, 0, -1, a text, a list, an object and 1e300: a fault, or no harm."""
+    root = tmp_path / "copy"
+    shutil.copytree(short, root)
+    path = root / "meta" / name
+    for label, data in spoiled(path):
+        path.write_bytes(data)
+        found = check(root)
+        assert found or re.search(HARMLESS[name], label), f"{name} {label}: no fault"
+        assert not any("Error(" in f or "\n" in f for f in found), found
+        assert any(name in f for f in found) or not label.startswith("not UTF"), (label, found)
 
 
 def test_what_is_no_data_set_is_refused(tmp_path, capsys):

@@ -9,6 +9,7 @@ from wamlab.config import lookup, to_dict
 from wamlab.data.check import check_dataset
 from wamlab.data.embodiment import EMBODIMENTS, Embodiment
 from wamlab.data.lerobot import find_root
+from wamlab.data.metadata import DatasetError, read_embodiment_tag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +53,8 @@ def run(args: argparse.Namespace) -> int:
 def _embodiment(root: Path, name: str | None) -> Embodiment | None:
     if name is not None:
         return lookup(EMBODIMENTS, name, "embodiment")
-    path = root / "meta/embodiment.json"
-    if not path.is_file():
-        return None
     try:
-        tag = json.loads(path.read_text()).get("embodiment_tag")
-    except (json.JSONDecodeError, AttributeError):
-        return None
+        tag = read_embodiment_tag(root)
+    except DatasetError:
+        return None  # one of the faults that check_dataset lists
     return EMBODIMENTS.get(str(tag).removeprefix("oxe_"))

@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from wamlab.config import UserError
+from wamlab.config import ConfigError, UserError
 from wamlab.data import metadata
+from wamlab.data.check_meta import MetaChecks, fault_of
 from wamlab.data.check_tables import OUTSIDE, Fault, TableChecks
 from wamlab.data.check_video import (
     check_overlaps,
@@ -29,7 +30,7 @@ from wamlab.data.container import VideoError
 from wamlab.data.embodiment import Embodiment, Part
 from wamlab.data.frame_times import frame_times
 from wamlab.data.lerobot import LeRobotDataset, find_root
-from wamlab.data.metadata import DatasetError, Episodes, Info, VideoSpan
+from wamlab.data.metadata import DatasetError, VideoSpan
 from wamlab.data.normalize import Statistics, relative_rows
 from wamlab.data.windows import WindowDataset
 
@@ -58,7 +59,10 @@ def check_dataset(
 
     Raises:
         DatasetError: there is no data set at `root`.
+        ConfigError: `threads` is below 0.
     """
+    if threads is not None and threads < 0:
+        raise ConfigError(f"threads is {threads}: must be 1 or more, or left out for all cores")
     check = _Check(find_root(root), embodiment, threads or os.cpu_count() or 1)
     if not check.open():
         return check.faults
@@ -82,40 +86,24 @@ class _Check:
 
     def open(self) -> bool:
         """Read meta/; return whether anything else can be checked."""
-        try:
-            self.info: Info = metadata.read_info(self.root)
-            self.episodes: Episodes = metadata.read_episodes(self.info)
-        except (DatasetError, KeyError, TypeError) as error:
-            self._add_error(error, "meta")
+        meta = MetaChecks(self.root)
+        info, episodes, modality = meta.info, meta.episodes, meta.modality
+        self.faults += meta.faults
+        if info is None or episodes is None:
             return False
-        tasks, modality = None, {}
-        try:
-            tasks = set(metadata.read_tasks(self.info))
-            modality = metadata.read_modality(self.info)
-        except (DatasetError, KeyError, TypeError) as error:
-            self._add_error(error, "meta")
+        self.info, self.episodes = info, episodes
         self._check_totals()
-        language = {"task_index"}
-        for name in self.embodiment.language if self.embodiment else ():
-            own = modality.get("annotation", {}).get(name.removeprefix("annotation."), {})
-            language.add(own.get("original_key") or name)
         self.checks = TableChecks(
-            self.info, self.episodes, tasks=tasks, language=tuple(sorted(language))
+            info,
+            episodes,
+            tasks=meta.tasks,
+            language=_language_columns(self.embodiment, modality),
+            statistics=meta.statistics,
+            needed=_needed_columns(self.embodiment, modality),
         )
-        self.keys = [k for k, f in self.info.features.items() if f.get("dtype") == "video"]
-        self.groups = list(pairwise(self.episodes.table_starts().tolist()))
+        self.keys = [k for k, f in info.features.items() if f.get("dtype") == "video"]
+        self.groups = list(pairwise(episodes.table_starts().tolist()))
         return True
-
-    def _add_error(self, error: Exception, default: str) -> None:
-        """Turn an error whose message begins with a path into a fault."""
-        text = str(error) if isinstance(error, UserError) else f"malformed: {error!r}"
-        head, _, rest = text.partition(": ")
-        path = Path(head)
-        if rest and path.is_relative_to(self.root):
-            name = str(path.relative_to(self.root))
-            self.faults.append(Fault(file="." if name == "." else name, cause=rest))
-        else:
-            self.faults.append(Fault(file=default, cause=text))
 
     def _check_totals(self) -> None:
         found = {"episodes": len(self.episodes), "frames": int(self.episodes.offsets[-1])}
@@ -135,8 +123,7 @@ class _Check:
             )
 
     def tables(self, bar: tqdm) -> None:
-        """Check every table, then the statistics against what was read."""
-        self.faults += self.checks.statistics()
+        """Check every table, then features and statistics against what was read."""
         for first, last in self.groups:
             self.faults += self.checks.table(first, last)
             bar.update()
@@ -172,7 +159,12 @@ class _Check:
 
     def checksums(self, *, write: bool, progress: bool) -> None:
         """Decode every frame; store or compare its checksum."""
-        files, stored = self._files(), read_checksums(self.root)
+        files = self._files()
+        try:
+            stored = {} if write else read_checksums(self.root)
+        except DatasetError as error:
+            self.faults.append(fault_of(error, self.root, "meta"))
+            return
         kept: dict[str, list[str]] = {}
 
         def one(name: str) -> tuple[str, list[str] | str]:
@@ -211,10 +203,28 @@ class _Check:
             data = LeRobotDataset(self.root, robot, progress=progress)
             WindowDataset(data)
         except UserError as error:
-            self._add_error(error, ".")
+            self.faults.append(fault_of(error, self.root, "."))
             return
         self.faults += _view_sizes(data)
         self.faults += _relative_misfits(data)
+
+
+def _language_columns(robot: Embodiment | None, modality: dict) -> tuple[str, ...]:
+    """Return the columns of task numbers or words."""
+    found = {"task_index"}
+    for name in robot.language if robot else ():
+        own = modality.get("annotation", {}).get(name.removeprefix("annotation."), {})
+        found.add(own.get("original_key") or name)
+    return tuple(sorted(found))
+
+
+def _needed_columns(robot: Embodiment | None, modality: dict) -> set[str]:
+    """Return the columns without which nobody can train: of the robot, of modality.json."""
+    found = {"observation.state", "action"}
+    for group in ("state", "action"):
+        found |= {p.column for p in getattr(robot, group, ())}
+        found |= {own.get("original_key") for own in modality.get(group, {}).values()}
+    return found - {None}
 
 
 def _view_sizes(data: LeRobotDataset) -> Iterator[Fault]:

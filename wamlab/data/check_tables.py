@@ -1,18 +1,20 @@
 """Faults of a data set's tables: what `check_dataset` finds without opening a video."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from wamlab.config import ConfigError
 from wamlab.data import metadata
 from wamlab.data.metadata import DatasetError, Episodes, Info
 from wamlab.data.normalize import Statistics
 
+PICTURES = ("video", "image")
+ONE_A_ROW = ("index", "frame_index", "episode_index", "timestamp")
 GRID_S = 1e-4  # LeRobot's own tolerance on timestamps
+FAR_S = 1e9  # 32 years: no time of an episode
 OUTSIDE = 0.10  # share of rows beyond q01..q99 that is no longer chance; 2 % by definition
 WIDE = 10.0  # how many times the data's whole range q01..q99 may span
 
@@ -45,35 +47,30 @@ class TableChecks:
         info, episodes: of the data set.
         tasks: the numbers that stand for a task; None when there is no task table.
         language: columns of task numbers.
+        statistics: stored ones, by column.
+        needed: columns that meta/info.json must list among the features.
     """
 
     def __init__(
-        self, info: Info, episodes: Episodes, *, tasks: set[int] | None, language: tuple[str, ...]
+        self,
+        info: Info,
+        episodes: Episodes,
+        *,
+        tasks: set[int] | None,
+        language: tuple[str, ...],
+        statistics: Mapping[str, Statistics],
+        needed: set[str],
     ) -> None:
         self.info, self.episodes, self.tasks, self.language = info, episodes, tasks, language
+        self.needed = needed
         self.columns: set[str] | None = None
-        self.ranges: dict[str, _Range] = {}
-
-    def statistics(self) -> Iterator[Fault]:
-        """Read meta/stats.json and yield what is wrong with the file itself."""
-        path = self.info.root / "meta/stats.json"
-        if not path.is_file():
-            return
-        try:
-            stored = metadata.read_json(path)
-        except DatasetError as error:
-            yield Fault(file="meta/stats.json", cause=_short(error, path))
-            return
-        for name, values in stored.items():
-            if "q01" not in values or self.info.features.get(name, {}).get("dtype") in _PICTURES:
-                continue
-            try:
-                self.ranges[name] = _Range(Statistics.from_json(values, name))
-            except (ConfigError, ValueError, TypeError) as error:
-                yield Fault(file="meta/stats.json", cause=str(error))
+        self.ranges = {name: _Range(found) for name, found in statistics.items()}
 
     def misfits(self) -> Iterator[Fault]:
-        """Yield the statistics that do not fit the rows seen."""
+        """Yield the columns that are no features, and the statistics that do not fit the rows."""
+        for column in sorted((self.columns or set()) - set(self.info.features)):
+            cause = f"features lists no {column!r}, which the tables have"
+            yield Fault(file="meta/info.json", cause=cause, spoils=column in self.needed)
         for name, found in self.ranges.items():
             for cause in found.misfits():
                 yield Fault(file="meta/stats.json", cause=f"{name}: {cause}")
@@ -103,10 +100,17 @@ class TableChecks:
             array, cause = _numbers(column, table[column], self.info.features.get(column, {}))
             if cause:
                 yield Fault(file=name, episode=one, cause=cause)
-            if array is not None:
-                arrays[column] = array
-                if column in self.ranges:
-                    self.ranges[column].add(array)
+            if array is None:
+                continue
+            if column in self.ranges:
+                self.ranges[column].add(array)
+            if column in (*ONE_A_ROW, *self.language) and array.ndim > 1:
+                if array.shape[1] != 1:
+                    cause = f"{column} has {array.shape[1]} values a row, 1 expected"
+                    yield Fault(file=name, episode=one, cause=cause)
+                    continue
+                array = array[:, 0]
+            arrays[column] = array
         start = int(self.episodes.offsets[first])
         for place in range(first, last):
             rows = slice(*(int(o) - start for o in self.episodes.offsets[place : place + 2]))
@@ -143,14 +147,11 @@ def _short(error: Exception, path: Any) -> str:
     return str(error).removeprefix(f"{path}: ")
 
 
-_PICTURES = ("video", "image")
-
-
 def _numbers(
     name: str, column: pa.ChunkedArray, feature: dict[str, Any]
 ) -> tuple[np.ndarray | None, str | None]:
     """Return a numeric column as [T] or [T, D], and what is wrong with it."""
-    if feature.get("dtype") in _PICTURES:
+    if feature.get("dtype") in PICTURES:
         empty = sum(not _has_bytes(cell) for cell in column) if len(column) else 0
         return None, f"{empty} images of {name} have no bytes" if empty else None
     if column.null_count:
@@ -163,16 +164,27 @@ def _numbers(
             return None, f"{name} has rows of {widths[0]} to {widths[-1]} values"
         width, array = int(widths[0]) if len(widths) else 0, array.flatten()
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-        return None, None
+        said = feature.get("dtype", "")
+        wrong = is_number(said) and not pa.types.is_boolean(array.type)
+        return None, f"{name} holds {array.type}, meta/info.json says {said}" if wrong else None
     values = array.to_numpy(zero_copy_only=False)
     values = values if width is None else values.reshape(-1, width)
     shape = list(feature.get("shape") or [])
-    if width is not None and shape and int(np.prod(shape)) != width:
-        return values, f"{name} has {width} values a row, meta/info.json says {shape}"
+    here = 1 if width is None else width
+    if shape and int(np.prod(shape)) != here:
+        return values, f"{name} has {here} values a row, meta/info.json says {shape}"
     broken = np.argwhere(~np.isfinite(values)) if values.dtype.kind == "f" else ()
     if len(broken):
         return values, f"{name} is not finite at row {broken[0][0]} ({len(broken)} values)"
     return values, None
+
+
+def is_number(dtype: str) -> bool:
+    """Return whether a feature's dtype is one of numbers."""
+    try:
+        return np.dtype(dtype or "O").kind in "biuf"
+    except TypeError:
+        return False
 
 
 def _has_bytes(cell: pa.Scalar) -> bool:
@@ -182,6 +194,9 @@ def _has_bytes(cell: pa.Scalar) -> bool:
 
 def _off_grid(seconds: np.ndarray, fps: float) -> str | None:
     """Return how an episode's timestamps leave the grid of 1/fps seconds, or None."""
+    far = np.flatnonzero(~(np.abs(seconds) < FAR_S))
+    if len(far) or not len(seconds):
+        return f"timestamp is {seconds[far[0]]:g} s at row {far[0]}" if len(far) else None
     back = np.flatnonzero(~(np.diff(seconds) > 0))
     if len(back):
         row = int(back[0]) + 1
@@ -203,11 +218,13 @@ class _Range:
     def __init__(self, statistics: Statistics) -> None:
         self.statistics, self.rows = statistics, 0
         width = len(statistics.mean)
-        self.outside = np.zeros(width)
+        self.outside, self.other_widths = np.zeros(width), set()
         self.low, self.high = np.full(width, np.inf), np.full(width, -np.inf)
 
     def add(self, values: np.ndarray) -> None:
         x = values.reshape(len(values), -1)
+        if x.shape[1] != len(self.outside):
+            self.other_widths.add(x.shape[1])
         if x.shape[1] != len(self.outside) or not len(x):
             return
         s = self.statistics
@@ -217,6 +234,8 @@ class _Range:
 
     def misfits(self) -> Iterator[str]:
         """Yield how the statistics do not fit the rows."""
+        for width in sorted(self.other_widths):
+            yield f"statistics of {len(self.outside)} dimensions, the column has {width}"
         if not self.rows:
             return
         share = self.outside / self.rows

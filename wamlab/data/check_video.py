@@ -10,6 +10,7 @@ import numpy as np
 from wamlab.data.check_tables import Fault
 from wamlab.data.container import VideoError
 from wamlab.data.frame_times import FrameTimes, frame_times
+from wamlab.data.meta_files import read_text
 from wamlab.data.metadata import Episodes, Info, VideoSpan, video_span
 
 CHECKSUMS = "meta/frame_checksums.txt"  # no table or metadata: writing it converts nothing anew
@@ -56,7 +57,8 @@ def _check_video(info: Info, episodes: Episodes, place: int, key: str) -> Iterat
     cause = _shift(index - first - np.arange(length), info.fps)
     if cause:
         yield fault(cause)
-    if (times.height, times.width) != tuple(info.frame_hw(key)):
+    shape = info.features[key].get("shape") or ()
+    if len(shape) == 3 and (times.height, times.width) != tuple(info.frame_hw(key)):
         size = "x".join(map(str, info.frame_hw(key)))
         yield fault(f"{times.height}x{times.width}, meta/info.json says {size}", spoils=False)
 
@@ -134,10 +136,14 @@ def write_checksums(root: Path, checksums: dict[str, list[str]]) -> None:
 
 
 def read_checksums(root: Path) -> dict[str, list[str]]:
-    """Return the stored checksums by file; empty when none were written."""
+    """Return the stored checksums by file; empty when none were written.
+
+    Raises:
+        DatasetError: they cannot be read.
+    """
     path = root / CHECKSUMS
     found = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in read_text(path).splitlines() if path.is_file() else ():
         name, _, text = line.partition("\t")
         found[name] = [text[i : i + 8] for i in range(0, len(text), 8)]
     return found

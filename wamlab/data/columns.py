@@ -209,6 +209,9 @@ class _Conversion:
                 raise DatasetError(
                     f"{path}: no column {name!r}, which the first table has; it has {has}"
                 )
+            own = table.schema.field(name).type
+            if _kind(own) != spec["kind"] or (_list_of(own) is None) == ("width" in spec):
+                raise DatasetError(f"{path}: {name} holds {own}, which the first table does not")
             self._fill(name, spec, table[name].combine_chunks(), slice(start, stop), path)
 
     def _check(self, table: pa.Table, path: Path, first: int, last: int) -> None:
@@ -278,19 +281,33 @@ class _Conversion:
 
 def _spec(column: pa.Field, info: Info, path: Path) -> dict[str, Any] | None:
     """Return how a column is kept, or None when it is not needed."""
-    kind = column.type
-    if column.name in REBUILT:
+    kind, inner = _kind(column.type), _list_of(column.type)
+    if column.name in REBUILT or kind is None:
         return None
+    if kind == "image":
+        return {"kind": kind, "dtype": "int64"} if column.name in info.features else None
+    if kind == "text":
+        return {"kind": kind, "dtype": "int32"}
+    if inner is None:
+        return {"kind": kind, "dtype": _dtype(column.type)}
+    cells = metadata.read_parquet(path, [column.name])[column.name]
+    width = next((len(cell) for cell in cells if cell.is_valid), 0)
+    return {"kind": kind, "dtype": _dtype(inner), "width": width}
+
+
+def _kind(kind: pa.DataType) -> str | None:
+    """Return "image", "text" or "number" for what a column holds; None for anything else."""
     if pa.types.is_struct(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return {"kind": "image", "dtype": "int64"} if column.name in info.features else None
+        return "image"
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return {"kind": "text", "dtype": "int32"}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        if not _is_number(kind.value_type):
-            return None
-        cells = metadata.read_parquet(path, [column.name])[column.name]
-        return {"kind": "number", "dtype": _dtype(kind.value_type), "width": len(cells[0])}
-    return {"kind": "number", "dtype": _dtype(kind)} if _is_number(kind) else None
+        return "text"
+    return "number" if _is_number(_list_of(kind) or kind) else None
+
+
+def _list_of(kind: pa.DataType) -> pa.DataType | None:
+    """Return what a column's lists hold, or None when it holds no lists."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return kind.value_type if any(fits(kind) for fits in lists) else None
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -20,6 +20,7 @@ from wamlab.data import metadata
 from wamlab.data.codec import Codec
 from wamlab.data.columns import Columns, open_columns
 from wamlab.data.embodiment import Embodiment, Part
+from wamlab.data.meta_files import OBJECT, need, optional, read_object
 from wamlab.data.metadata import DatasetError, VideoSpan
 from wamlab.data.normalize import MAX_ROWS, Statistics, relative_rows
 
@@ -215,7 +216,8 @@ class LeRobotDataset:
     def _statistics(self, part: Part) -> Statistics:
         """Return the statistics of a part as it stands in the tables."""
         path = self.root / "meta/stats.json"
-        stored = metadata.read_json(path).get(part.column, {}) if path.is_file() else {}
+        values = read_object(path) if path.is_file() else {}
+        stored = optional(values, part.column, OBJECT, f"{path}", {})
         if "q01" in stored and "q99" in stored:
             statistics = _from_file(stored, f"{path}: {part.column}")
             width = _two_axes(self.columns.arrays[part.column][:1]).shape[1]
@@ -231,10 +233,17 @@ class LeRobotDataset:
     def _action_statistics(self, part: Part) -> Statistics:
         if not part.relative:
             return self._statistics(part)
+        state = next(p for p in self.embodiment.state if p.name == part.name)
+        if state.width != part.width:
+            raise DatasetError(
+                f"{self.root}: {part.name!r} is relative, but has {part.width} dimensions in the "
+                f"action and {state.width} in the state"
+            )
         path = self.root / "meta/relative_stats_dreamzero.json"
-        stored = metadata.read_json(path) if path.is_file() else {}
+        stored = read_object(path) if path.is_file() else {}
         if part.name in stored:
-            statistics = _from_file(stored[part.name], f"{path}: {part.name}")
+            values = need(stored, part.name, OBJECT, f"{path}")
+            statistics = _from_file(values, f"{path}: {part.name}")
             if len(statistics.mean) != part.width:
                 raise DatasetError(
                     f"{path}: {part.name} has statistics of {len(statistics.mean)} dimensions, "

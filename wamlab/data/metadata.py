@@ -3,25 +3,37 @@
 Everything here reads small files and touches no table of frames and no video.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from wamlab.config import UserError
+from wamlab.data.meta_files import (
+    COUNT,
+    LENGTH,
+    OBJECT,
+    RATE,
+    SECONDS,
+    TEXT,
+    WHOLE,
+    WHOLES,
+    DatasetError,
+    need,
+    numbered_lines,
+    optional,
+    pattern,
+    read_object,
+    read_parquet,
+    typed,
+)
+from wamlab.data.meta_files import read_json as read_json
+from wamlab.data.meta_files import read_schema as read_schema
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
-
-
-class DatasetError(UserError):
-    """A data set that cannot be used as it is: file, what is there, what was needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +66,10 @@ class Info:
             DatasetError: the shape is not that of an image.
         """
         feature = self.features[key]
-        shape, names = list(feature.get("shape", ())), feature.get("names")
+        shape, names = list(feature.get("shape") or ()), feature.get("names")
         if len(shape) != 3:
             raise DatasetError(f"{self.root}/meta/info.json: {key} has shape {shape}, not 3 axes")
-        if isinstance(names, list) and {"height", "width"} <= set(names):
+        if isinstance(names, list) and "height" in names[:3] and "width" in names[:3]:
             return shape[names.index("height")], shape[names.index("width")]
         return tuple(shape[1:]) if shape[0] in (1, 3) and shape[2] > 4 else tuple(shape[:2])
 
@@ -105,87 +117,6 @@ class VideoSpan:
     end_s: float | None = None
 
 
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise DatasetError(f"{path}: missing")
-    text = path.read_text()
-    if text.startswith("version https://git-lfs"):
-        raise DatasetError(f"{path}: a Git-LFS pointer, not the file: run `git lfs pull`")
-    return text
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        DatasetError: missing, a Git-LFS pointer, or not JSON.
-    """
-    try:
-        return json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{path}: not valid JSON: {error}") from error
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line.
-
-    Raises:
-        DatasetError: missing, a Git-LFS pointer, or a line that is not JSON.
-    """
-    lines = [line for line in _read_text(path).splitlines() if line.strip()]
-    try:
-        return json.loads("[" + ",".join(lines) + "]")
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{path}: not one JSON object a line: {error}") from error
-
-
-def read_parquet(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read a table, or some of its columns, on this thread alone.
-
-    Raises:
-        DatasetError: missing, empty, a Git-LFS pointer, not Parquet, or without a column.
-    """
-    with _parquet(path) as file:
-        absent = set(columns or ()) - set(file.schema_arrow.names)
-        if absent:
-            raise DatasetError(
-                f"{path}: no column {', '.join(sorted(absent))}; "
-                f"it has {', '.join(file.schema_arrow.names)}"
-            )
-        return file.read(columns=columns, use_threads=False)
-
-
-def read_schema(path: Path) -> pa.Schema:
-    """Return a table's columns and types.
-
-    Raises:
-        DatasetError: missing, empty, a Git-LFS pointer, or not Parquet.
-    """
-    with _parquet(path) as file:
-        return file.schema_arrow
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path}: missing") from error
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{path}: {_table_fault(path, error)}") from error
-
-
-def _table_fault(path: Path, error: Exception) -> str:
-    with path.open("rb") as file:
-        head = file.read(64)
-    if not head:
-        return "empty (0 bytes): copy it again"
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git-LFS pointer, not the table: run `git lfs pull`"
-    return f"not a readable Parquet file ({str(error).splitlines()[0]})"
-
-
 def read_info(root: str | Path) -> Info:
     """Read meta/info.json.
 
@@ -199,7 +130,7 @@ def read_info(root: str | Path) -> Info:
             "no such folder" if not root.is_dir() else "not a LeRobot data set: no meta/info.json"
         )
         raise DatasetError(f"{root}: {what}")
-    values = read_json(path)
+    values = read_object(path)
     needed = ("codebase_version", "fps", "features", "data_path")
     absent = [k for k in needed if k not in values]
     if absent:
@@ -210,14 +141,37 @@ def read_info(root: str | Path) -> Info:
     return Info(
         root=root,
         version=version,
-        fps=float(values["fps"]),
-        features=values["features"],
-        data_path=values["data_path"],
-        video_path=values.get("video_path"),
-        chunks_size=int(values.get("chunks_size", 1000)),
+        fps=need(values, "fps", RATE, f"{path}"),
+        features=_features(values["features"], path),
+        data_path=pattern(need(values, "data_path", TEXT, f"{path}"), _DATA, f"{path}: data_path"),
+        video_path=_video_path(values, version, path),
+        chunks_size=optional(values, "chunks_size", COUNT, f"{path}", 1000),
         total_episodes=values.get("total_episodes"),
         total_frames=values.get("total_frames"),
     )
+
+
+_DATA = {"episode_chunk": 0, "episode_index": 0, "chunk_index": 0, "file_index": 0}
+
+
+def _features(values: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """Return the features, of which dtype and shape are what they must be."""
+    for name, feature in typed(values, OBJECT, f"{path}: features").items():
+        where = f"{path}: features.{name}"
+        typed(feature, OBJECT, where)
+        if "dtype" in feature:
+            need(feature, "dtype", TEXT, where)
+        optional(feature, "shape", WHOLES, where, [])
+    return values
+
+
+def _video_path(values: dict[str, Any], version: str, path: Path) -> str | None:
+    text = optional(values, "video_path", TEXT, f"{path}", None)
+    if not text:
+        return text
+    numbers = ("chunk_index", "file_index") if version == "v3.0" else tuple(_DATA)[:2]
+    known = {"video_key": "camera", **dict.fromkeys(numbers, 0)}
+    return pattern(text, known, f"{path}: video_path")
 
 
 def read_episodes(info: Info) -> Episodes:
@@ -229,21 +183,20 @@ def read_episodes(info: Info) -> Episodes:
     if info.shared_files:
         found = _read_episodes_v3(info)
     else:
-        rows = read_lines(info.root / "meta/episodes.jsonl")
-        for number, row in enumerate(rows, 1):
-            absent = [k for k in ("episode_index", "length") if k not in row]
-            if absent:
-                raise DatasetError(
-                    f"{info.root}/meta/episodes.jsonl, line {number}: no {', '.join(absent)}; "
-                    f"it has {', '.join(row)}"
-                )
-        rows.sort(key=lambda r: r["episode_index"])
-        ids = np.array([r["episode_index"] for r in rows], np.int64)
-        lengths = np.array([r["length"] for r in rows], np.int64)
+        rows = sorted(_episode_rows(info.root / "meta/episodes.jsonl"))
+        ids, lengths = np.array(rows, np.int64).reshape(-1, 2).T
         found = _table(ids, lengths, ids // info.chunks_size, ids, {})
     if not len(found):
         raise DatasetError(f"{info.root}: no episode")
     return found
+
+
+def _episode_rows(path: Path) -> Iterator[tuple[int, int]]:
+    for where, row in numbered_lines(path):
+        absent = [k for k in ("episode_index", "length") if k not in row]
+        if absent:
+            raise DatasetError(f"{where}: no {', '.join(absent)}; it has {', '.join(row)}")
+        yield need(row, "episode_index", WHOLE, where), need(row, "length", LENGTH, where)
 
 
 def _read_episodes_v3(info: Info) -> Episodes:
@@ -254,8 +207,8 @@ def _read_episodes_v3(info: Info) -> Episodes:
     names = ["episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index"]
     parts = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
     names += [f"videos/{k}/{p}" for k in cameras for p in parts]
-    table = pa.concat_tables([read_parquet(p, names) for p in paths])
-    values = {n: table[n].to_numpy() for n in names}
+    tables = [_number_columns(read_parquet(p, names), p) for p in paths]
+    values = {n: np.concatenate([t[n] for t in tables]) for n in names}
     order = np.argsort(values["dataset_from_index"], kind="stable")
     values = {n: v[order] for n, v in values.items()}
     videos = {}
@@ -264,6 +217,24 @@ def _read_episodes_v3(info: Info) -> Episodes:
         videos[key] = VideoTable(chunk=chunk, file=file, start_s=start, end_s=end)
     ids, lengths = values["episode_index"], values["length"]
     return _table(ids, lengths, values["data/chunk_index"], values["data/file_index"], videos)
+
+
+def _number_columns(table: pa.Table, path: Path) -> dict[str, np.ndarray]:
+    """Return the columns of an episode table: seconds float64 [E], all others int64 [E]."""
+    found = {}
+    for name, column in zip(table.column_names, table.columns):
+        if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+            raise DatasetError(f"{path}: column {name} holds {column.type}: must be numbers")
+        values = column.to_numpy()
+        seconds = name.endswith("_timestamp")
+        kind = SECONDS if seconds else LENGTH if name == "length" else WHOLE
+        ends = (values.min().item(), values.max().item()) if len(values) else ()
+        broken = column.null_count or any(kind.read(v) is None for v in ends)
+        if broken or (not seconds and (values % 1).any()):
+            row = next(n for n, v in enumerate(column.to_pylist()) if kind.read(v) is None)
+            typed(column[row].as_py(), kind, f"{path}: {name} of row {row}")
+        found[name] = values.astype(np.float64 if seconds else np.int64)
+    return found
 
 
 def _table(
@@ -282,8 +253,8 @@ def read_tasks(info: Info) -> dict[int, str]:
         DatasetError: it is missing, or has no column of text.
     """
     if not info.shared_files:
-        rows = read_lines(info.root / "meta/tasks.jsonl")
-        return {int(r["task_index"]): r["task"] for r in rows}
+        rows = numbered_lines(info.root / "meta/tasks.jsonl")
+        return {need(r, "task_index", WHOLE, w): need(r, "task", TEXT, w) for w, r in rows}
     path = info.root / "meta/tasks.parquet"
     table = read_parquet(path)
     # the text is a column "task", or the table's index, which pandas stores under its own name
@@ -297,7 +268,13 @@ def read_tasks(info: Info) -> dict[int, str]:
             f"{path}: needs task_index and a column of text; it has {', '.join(table.column_names)}"
         )
     name = "task" if "task" in text else text[0]
-    return dict(zip(table["task_index"].to_pylist(), table[name].to_pylist()))
+    pairs = zip(table["task_index"].to_pylist(), table[name].to_pylist())
+    return {
+        typed(index, WHOLE, f"{path}: task_index of row {row}"): typed(
+            words, TEXT, f"{path}: {name} of row {row}"
+        )
+        for row, (index, words) in enumerate(pairs)
+    }
 
 
 def read_step_filter(info: Info, episodes: Episodes) -> np.ndarray:
@@ -314,8 +291,9 @@ def read_step_filter(info: Info, episodes: Episodes) -> np.ndarray:
         return np.zeros(0, np.int64)
     places = {int(number): place for place, number in enumerate(episodes.ids)}
     found = []
-    for row in read_lines(path):
-        number, steps = int(row["episode_index"]), np.array(row["step_indices"], np.int64)
+    for where, row in numbered_lines(path):
+        number = need(row, "episode_index", WHOLE, where)
+        steps = np.array(need(row, "step_indices", WHOLES, where), np.int64)
         if number not in places:
             raise DatasetError(f"{path}: no episode {number} among the {len(episodes)}")
         length = int(episodes.lengths[places[number]])
@@ -329,9 +307,32 @@ def read_step_filter(info: Info, episodes: Episodes) -> np.ndarray:
 
 
 def read_modality(info: Info) -> dict[str, dict[str, dict[str, Any]]]:
-    """Read meta/modality.json; empty when there is none."""
+    """Read meta/modality.json; empty when there is none.
+
+    Raises:
+        DatasetError: a part is not what it must be.
+    """
     path = info.root / "meta/modality.json"
-    return read_json(path) if path.is_file() else {}
+    values = read_object(path) if path.is_file() else {}
+    for group in ("state", "action", "video", "annotation"):
+        for name, own in typed(values.get(group, {}), OBJECT, f"{path}: {group}").items():
+            where = f"{path}: {group}.{name}"
+            optional(typed(own, OBJECT, where), "original_key", TEXT, where, None)
+            if group in ("state", "action"):
+                start, end = (need(own, k, WHOLE, where) for k in ("start", "end"))
+                if start >= end:
+                    raise DatasetError(f"{where}: end is {end}: must be above start, {start}")
+    return values
+
+
+def read_embodiment_tag(root: Path) -> str | None:
+    """Return the robot that meta/embodiment.json names; None when there is no such file.
+
+    Raises:
+        DatasetError: the file names none.
+    """
+    path = root / "meta/embodiment.json"
+    return need(read_object(path), "embodiment_tag", TEXT, f"{path}") if path.is_file() else None
 
 
 def table_path(info: Info, episodes: Episodes, episode: int) -> Path:

@@ -4,6 +4,7 @@ A dimension that never changes has no range to divide by; every mode says what i
 no NaN can arise.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,13 +43,18 @@ class Statistics:
         """Read the entry of one column in a stats.json.
 
         Raises:
-            ConfigError: one of the six numbers is missing.
+            ConfigError: one of the six is missing, not made of numbers, or longer than another.
         """
         names = [f.name for f in fields(cls)]
         missing = [n for n in names if n not in values]
         if missing:
             raise ConfigError(f"{where} has no {', '.join(missing)}; it has {', '.join(values)}")
-        return cls(**{n: np.atleast_1d(np.asarray(values[n], np.float64)).ravel() for n in names})
+        found = {n: _numbers(values[n], f"{where}: {n}") for n in names}
+        widths = {n: len(x) for n, x in found.items()}
+        if len(set(widths.values())) > 1:
+            text = ", ".join(f"{n} {width}" for n, width in widths.items())
+            raise ConfigError(f"{where} has six lists of different lengths: {text}")
+        return cls(**found)
 
     def to_json(self) -> dict[str, list[float]]:
         """Return the entry for a stats.json."""
@@ -57,6 +63,17 @@ class Statistics:
     def __getitem__(self, dims: slice) -> "Statistics":
         """Return the statistics of a slice of the dimensions."""
         return Statistics(**{f.name: getattr(self, f.name)[dims] for f in fields(self)})
+
+
+def _numbers(values: Any, where: str) -> np.ndarray:
+    """Return float64 [D] of a number or a list of numbers."""
+    try:
+        found = np.asarray(values)
+    except ValueError:  # lists of uneven lengths
+        found = None
+    if found is None or found.dtype.kind not in "biuf":
+        raise ConfigError(f"{where} is {reprlib.repr(values)}: must be a list of numbers")
+    return np.atleast_1d(found.astype(np.float64)).ravel()
 
 
 @dataclass(frozen=True)
