@@ -165,7 +165,7 @@ def _numbers(
         width, array = int(widths[0]) if len(widths) else 0, array.flatten()
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
         said = feature.get("dtype", "")
-        wrong = is_number(said) and not pa.types.is_boolean(array.type)
+        wrong = is_number(said) and not (pa.types.is_boolean(array.type) and said == "bool")
         return None, f"{name} holds {array.type}, meta/info.json says {said}" if wrong else None
     values = array.to_numpy(zero_copy_only=False)
     values = values if width is None else values.reshape(-1, width)

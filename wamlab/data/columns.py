@@ -223,6 +223,9 @@ class _Conversion:
                 f"episode{'s' if last - first > 1 else ''} {', '.join(map(str, ids[:8]))}"
             )
         if self.info.shared_files and "episode_index" in table.column_names:
+            kind = table["episode_index"].type
+            if not pa.types.is_integer(kind):
+                raise DatasetError(f"{path}: episode_index holds {kind}: must be whole numbers")
             found = table["episode_index"].to_numpy()
             wrong = np.flatnonzero(found != np.repeat(ids, lengths))
             if len(wrong):

@@ -57,6 +57,10 @@ class LeRobotDataset:
         )
         self.views = {name: self._camera(name) for name in embodiment.views}
         self.language = tuple(self._language(name) for name in embodiment.language)
+        if "timestamp" in self.columns.arrays:
+            self._need_one_a_row("timestamp")
+        if "timestamp" in self.columns.texts:
+            raise DatasetError(f"{self.root}: timestamp holds texts: must be seconds")
         self.tasks = metadata.read_tasks(self.info)
         self.codec = Codec(
             self.embodiment,
@@ -180,6 +184,10 @@ class LeRobotDataset:
             column = own.get("original_key") or default
             part = replace(part, column=column, start=int(own["start"]), end=int(own["end"]))
         self._need(part.column, f"{which} {part.name!r}")
+        if part.column in self.columns.texts:
+            raise DatasetError(
+                f"{self.root}: {which} {part.name!r} is of {part.column}, which holds texts"
+            )
         width = _two_axes(self.columns.arrays[part.column][:1]).shape[1]
         if part.end > width:
             raise DatasetError(
@@ -211,7 +219,15 @@ class LeRobotDataset:
         own = listed.get(name.removeprefix("annotation."), {}).get("original_key")
         column = own or name
         self._need(column, "the task in words")
+        self._need_one_a_row(column)
         return column
+
+    def _need_one_a_row(self, column: str) -> None:
+        array = self.columns.arrays[column]
+        if array.ndim > 1:
+            raise DatasetError(
+                f"{self.root}: {column} holds lists of {array.shape[1]} values, not one value a row"
+            )
 
     def _statistics(self, part: Part) -> Statistics:
         """Return the statistics of a part as it stands in the tables."""
