@@ -3,12 +3,11 @@
 Each command lives in wamlab/cli/ and is imported only when it is called.
 """
 
-import argparse
 import importlib
 import sys
 from importlib import metadata
 
-from wamlab.config import UserError, unknown_name
+from wamlab.config import Parser, UserError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "what this machine offers, and the cure for what is missing"),
@@ -48,9 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     module = importlib.import_module(f"wamlab.cli.{COMMANDS[argv[0]][0]}")
     summary = COMMANDS[argv[0]][1]
-    parser = argparse.ArgumentParser(
-        prog=f"wamlab {argv[0]}", description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    description = f"{summary[0].upper()}{summary[1:]}."
+    parser = Parser(prog=f"wamlab {argv[0]}", description=description)
     module.add_arguments(parser)
     try:
         return module.run(parser.parse_args(argv[1:]))

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -26,6 +26,14 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """A configuration, name or option that is refused: what came, what is allowed, what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command's options; a line that it cannot read is refused like any other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def lookup(table: Mapping[str, T], name: str, kind: str) -> T:

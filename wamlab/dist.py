@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, check_name
 
 
 def rank() -> int:
@@ -39,8 +39,9 @@ def device(kind: str = "auto") -> torch.device:
         kind: "auto", "cpu" or "cuda".
 
     Raises:
-        ConfigError: "cuda" was asked for and there is none, or fewer GPUs than ranks.
+        ConfigError: another kind; or "cuda" where there is none, or fewer GPUs than ranks.
     """
+    check_name(kind, ("auto", "cpu", "cuda"), "device")
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

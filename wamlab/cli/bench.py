@@ -3,7 +3,8 @@
 import argparse
 import importlib
 
-from wamlab.config import check_name
+from wamlab.config import Parser, check_name
+from wamlab.measure import append_jsonl
 
 PARTS: dict[str, str] = {
     "decode": "video decoders, frames compared in the same run",
@@ -27,8 +28,14 @@ def run(args: argparse.Namespace) -> int:
     """Run one part."""
     check_name(args.part, PARTS, "part")
     module = importlib.import_module(f"wamlab.cli.bench_{args.part}")
-    parser = argparse.ArgumentParser(
-        prog=f"wamlab bench {args.part}", description=f"Time {PARTS[args.part]}."
-    )
+    parser = Parser(prog=f"wamlab bench {args.part}", description=f"Time {PARTS[args.part]}.")
     module.add_arguments(parser)
-    return module.run(parser.parse_args(args.options))
+    options = parser.parse_args(args.options)
+    if not options.out:
+        return module.run(options)
+    append_jsonl(options.out, ())  # a path that cannot be written is refused before the work
+    try:
+        return module.run(options)
+    finally:
+        if not options.out.stat().st_size:
+            options.out.unlink()

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wamlab.config import ConfigError, lookup
-from wamlab.data.augment import Augment, augment_cpu
+from wamlab.config import ConfigError, lookup, positive_int
+from wamlab.data.augment import IMPLS, Augment, augment_cpu
 from wamlab.data.embodiment import EMBODIMENTS, Embodiment
 from wamlab.draws import Draws
 from wamlab.measure import Record, Timing, append_jsonl, measure_ms, peak_gib, reset_peak, stamp
@@ -20,15 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench augment`."""
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--embodiment", default="toy", help=f"robot: {', '.join(EMBODIMENTS)}")
-    parser.add_argument("--native", type=int, nargs=2, default=(180, 320), metavar=("H", "W"),
+    parser.add_argument("--native", type=positive_int, nargs=2, default=(180, 320),
+                        metavar=("H", "W"),
                         help="pixels of a recorded frame (default 180 320)")  # fmt: skip
-    parser.add_argument("--batch", type=int, default=32 if on_gpu else 2, help="samples a batch")
+    parser.add_argument(
+        "--batch", type=positive_int, default=32 if on_gpu else 2, help="samples a batch"
+    )
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=("cpu", "cuda"),
                         help="where the batched way runs (default: the GPU, if any)")  # fmt: skip
-    parser.add_argument("--impl", nargs="+", help="only these: pieces, batched, compiled")
-    parser.add_argument("--chunks", type=int, nargs="+", default=(1, 2, 4, 8),
+    parser.add_argument("--impl", nargs="+", choices=IMPLS[1:], help="only these ways")
+    parser.add_argument("--chunks", type=positive_int, nargs="+", default=(1, 2, 4, 8),
                         help="samples augmented at once, each a row (default 1 2 4 8)")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=10, help="measured calls a row")
+    parser.add_argument("--repeats", type=positive_int, default=10, help="measured calls a row")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wamlab.config import lookup
+from wamlab.config import lookup, positive, positive_int
 from wamlab.hosts import HostsError
 from wamlab.jupyter import slow_link
 from wamlab.jupyter.launch import LaunchError, launch
@@ -41,16 +41,22 @@ ROWS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench communication`."""
     parser.add_argument("--size", default="tiny", help=f"one of {', '.join(MODEL_SIZES)}")
-    parser.add_argument("--layers", type=int, help="fewer blocks of the true width")
-    parser.add_argument("--micro-batch", type=int, default=1, help="samples a rank at once")
-    parser.add_argument("--ranks", type=int, default=2, help="processes started (default 2)")
+    parser.add_argument("--layers", type=positive_int, help="fewer blocks of the true width")
+    parser.add_argument(
+        "--micro-batch", type=positive_int, default=1, help="samples a rank at once"
+    )
+    parser.add_argument(
+        "--ranks", type=positive_int, default=2, help="processes started (default 2)"
+    )
     parser.add_argument("--recompute", default="none", help="none, selective, full or every-K")
-    parser.add_argument("--wait-steps", type=int, default=20, help="rehearsals of each kind")
+    parser.add_argument(
+        "--wait-steps", type=positive_int, default=20, help="rehearsals of each kind"
+    )
     parser.add_argument("--rows", nargs="+", help=f"some of: {', '.join(ROWS)}")
     parser.add_argument("--slow-link", action="store_true", help="replicas over a slow link")
-    parser.add_argument("--rate", type=float, default=100.0, help="of the CPU's link, megabit/s")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each slow-link arm")
+    parser.add_argument("--rate", type=positive, default=100.0, help="of the CPU's link, megabit/s")
+    parser.add_argument("--steps", type=positive_int, default=12, help="optimizer steps")
+    parser.add_argument("--seeds", type=positive_int, default=1, help="runs of each slow-link arm")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from wamlab.config import positive_int
 from wamlab.jupyter.launch import launch
 from wamlab.measure import append_jsonl
 from wamlab.train.bench_compression import ARMS, OPTIMIZERS, JudgeConfig, verdicts
@@ -14,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="gates to compare (default: all)")  # fmt: skip
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS,
                         help="optimizers of the runs (default: all)")  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each (default 5)")
-    parser.add_argument("--steps", type=int, default=600, help="of a run (default 600)")
+    parser.add_argument("--seeds", type=positive_int, default=5, help="runs of each (default 5)")
+    parser.add_argument("--steps", type=positive_int, default=600, help="of a run (default 600)")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 

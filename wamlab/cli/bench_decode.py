@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, natural, positive, positive_int
 from wamlab.data.bench_decode import PATTERNS, gain_parts, re_encode, time_decoders
 from wamlab.data.bench_workers import sweep_workers
 from wamlab.data.transcode import TranscodeConfig
@@ -35,22 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pattern", nargs="+", default=["window"], choices=tuple(PATTERNS),
                         help="which frames a sample asks for (default: window)")  # fmt: skip
     parser.add_argument("--cached", action="store_true", help="keep decoders open between samples")
-    parser.add_argument("--samples", type=int, default=10, help="measured samples (default 10)")
-    parser.add_argument("--threads", type=int, default=1, help="FFmpeg threads a decoder")
+    parser.add_argument(
+        "--samples", type=positive_int, default=10, help="measured samples (default 10)"
+    )
+    parser.add_argument("--threads", type=natural, default=1, help="FFmpeg threads a decoder")
     parser.add_argument("--views-at-once", action="store_true", help="a thread for each view")
-    parser.add_argument("--device", default="cpu", help="where frames are wanted: cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"),
+                        help="where frames are wanted")  # fmt: skip
     parser.add_argument("--matrix", type=Path, metavar="FOLDER",
                         help="re-encode the first episode into FOLDER at every codec and size, "
                         "and time each")  # fmt: skip
-    parser.add_argument("--workers", nargs="+", type=int, default=[], help="also sweep processes")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each step of the sweep")
+    parser.add_argument(
+        "--workers", nargs="+", type=natural, default=[], help="also sweep processes"
+    )
+    parser.add_argument("--seconds", type=positive, default=3.0, help="of each step of the sweep")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and return 1 if a decoder returned other frames."""
-    if args.samples < 1 or args.threads < 0:
-        raise ConfigError(f"--samples {args.samples}, --threads {args.threads}: at least 1 and 0")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"--device {args.device}: torch sees no CUDA GPU")
     records = []

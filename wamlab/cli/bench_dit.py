@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from wamlab.config import positive_int
 from wamlab.measure import append_jsonl
 from wamlab.model.attention import IMPLEMENTATIONS
 from wamlab.model.dit import MODEL_SIZES
@@ -17,8 +18,8 @@ WAYS = ("official", "eager", "compiled", "triton")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab bench dit`."""
     parser.add_argument("--size", default="tiny", help=f"one of {', '.join(MODEL_SIZES)}")
-    parser.add_argument("--layers", type=int, help="fewer blocks of the true width")
-    parser.add_argument("--micro-batch", type=int, default=1, help="samples at once")
+    parser.add_argument("--layers", type=positive_int, help="fewer blocks of the true width")
+    parser.add_argument("--micro-batch", type=positive_int, default=1, help="samples at once")
     parser.add_argument("--way", default="official", choices=WAYS, help="how it computes")
     parser.add_argument("--only", help=f"one operation, every way: {', '.join(PASSES)}")
     parser.add_argument("--attention", default="auto", help=f"auto, {', '.join(IMPLEMENTATIONS)}")
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--float8", default="none", choices=("none", "tensorwise", "rowwise"),
                         help="scaling of float8 in the large matrix products")  # fmt: skip
     parser.add_argument("--cuda-graph", action="store_true", help="replay a recorded step")
-    parser.add_argument("--repeats", type=int, default=10, help="measured steps")
+    parser.add_argument("--repeats", type=positive_int, default=10, help="measured steps")
     parser.add_argument("--trace", action="store_true", help="the record also lists the kernels")
     parser.add_argument("--out", type=Path, help="append the record to this JSONL file")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from wamlab.config import UserError, unknown_name
+from wamlab.config import UserError, positive_int, unknown_name
 from wamlab.measure import Record, append_jsonl
 from wamlab.model import bench_encode
 from wamlab.model.bench_encode import EncodeCase
@@ -19,9 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--vae", default="wan2.2" if on_gpu else "tiny",
                         help=f"video encoder: {', '.join(VAE_SIZES)}")  # fmt: skip
-    parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="clips a batch")
-    parser.add_argument("--frames", type=int, default=33, help="of a clip (default 33)")
-    parser.add_argument("--hw", type=int, nargs=2, metavar=("H", "W"),
+    parser.add_argument(
+        "--batch", type=positive_int, default=8 if on_gpu else 2, help="clips a batch"
+    )
+    parser.add_argument("--frames", type=positive_int, default=33, help="of a clip (default 33)")
+    parser.add_argument("--hw", type=positive_int, nargs=2, metavar=("H", "W"),
                         help="pixels of a frame (default: the encoder's own)")  # fmt: skip
     parser.add_argument("--only", nargs="+", help="rows whose name holds one of these words")
     parser.add_argument(
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--autotune", action="store_true", help="add rows slow to compile")
     parser.add_argument("--others", action="store_true", help="the text and the image encoder")
-    parser.add_argument("--repeats", type=int, default=10, help="measured calls a row")
+    parser.add_argument("--repeats", type=positive_int, default=10, help="measured calls a row")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 

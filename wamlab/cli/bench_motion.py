@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from wamlab.config import lookup
+from wamlab.config import ConfigError, lookup, natural
 from wamlab.measure import Record, append_jsonl
 from wamlab.train.bench_motion import (
     CASES,
@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu", action="store_true", help="measure on the CPU though a GPU is there"
     )
-    parser.add_argument("--train", type=int, default=0, help="steps; then measure held-out motions")
+    parser.add_argument(
+        "--train", type=natural, default=0, help="steps; then measure held-out motions"
+    )
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
 
 
@@ -34,8 +36,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure the cases, print each as it comes."""
     case = ON_GPU if torch.cuda.is_available() and not args.cpu else MotionCase()
     case = dataclasses.replace(case, folder=str(args.folder))
-    for name in args.only:
-        _keep(lookup(CASES, name, "motion case")(case), args.out)
+    measures = {name: lookup(CASES, name, "motion case") for name in args.only}
+    if not any(args.folder.glob("*.bvh")):
+        raise ConfigError(f"--folder {args.folder}: no .bvh file there")
+    for name, measure in measures.items():
+        _keep(measure(case), args.out)
         if name == "block_parallel" and case.device == "cuda":
             _keep(measure_block_parallel(case, "bf16"), args.out)
     if args.train:

@@ -26,6 +26,8 @@ from wamlab.config import (
     find_recipe,
     from_dict,
     load_json,
+    natural,
+    positive_int,
     replace,
     save_json,
     to_dict,
@@ -102,13 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.json")))
     parser.add_argument("run", help=f"a ConvergeConfig as JSON, or one of {known}")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], help="one run each (default 0)"
+        "--seeds", type=natural, nargs="+", default=[0], help="one run each (default 0)"
     )
     parser.add_argument(
         "--only", choices=("official", "optimised"), help="one of the two, as on another day"
     )
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--workers", type=int, help="processes that play and draw")
+    parser.add_argument("--steps", type=positive_int, help="optimizer steps")
+    parser.add_argument("--workers", type=positive_int, help="processes that play and draw")
     parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="folder of results")
 
 
@@ -117,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.run)
     changes = {"train.steps": args.steps, "workers": args.workers}
     config = replace(config, {k: v for k, v in changes.items() if v is not None})
+    args.out.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         for which in ("official", "optimised"):
             if args.only in (None, which):

@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from wamlab import dist
+from wamlab.config import positive, positive_int
 from wamlab.data.augment import Augment
 from wamlab.data.data_config import DataConfig, open_data
 from wamlab.data.embodiment import EMBODIMENTS
@@ -31,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vae-weights", help="VAE checkpoint; without one, random weights")
     parser.add_argument("--image-weights", help="CLIP checkpoint; without one, random weights")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
-    parser.add_argument("--batch", type=int, default=8, help="samples encoded at once")
-    parser.add_argument("--max-gib", type=float, default=100.0, help="largest size on disk")
+    parser.add_argument("--batch", type=positive_int, default=8, help="samples encoded at once")
+    parser.add_argument("--max-gib", type=positive, default=100.0, help="largest size on disk")
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cpu", "cuda"), help="of the encoders"
     )

@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 
 from wamlab import dist
-from wamlab.config import ConfigError, replace
+from wamlab.config import ConfigError, natural, positive_int, replace
 from wamlab.data.data_config import DataConfig, open_data
 from wamlab.data.toy_env import ToyConfig
 from wamlab.evaluate import libero_loop
@@ -28,17 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--data", help="open loop on this LeRobot data set instead")
     parser.add_argument("--held-out", type=int, nargs=2, metavar=("FIRST", "STOP"),
                         help="episodes of --data to compare (default: all)")  # fmt: skip
-    parser.add_argument("--episodes", type=int, help="in closed loop (default: toy 200, libero 50)")
-    parser.add_argument("--seed", type=int, default=1_000_000, help="of the first episode")
-    parser.add_argument("--batch", type=int, default=50, help="episodes in step")
-    parser.add_argument("--max-steps", type=int, default=360, help="after which an episode fails")
-    parser.add_argument("--execute", type=int, help="steps of a chunk carried out before the next")
-    parser.add_argument("--context-chunks", type=int, help="1: look at the present frame alone")
+    parser.add_argument(
+        "--episodes", type=positive_int, help="in closed loop (default: toy 200, libero 50)"
+    )
+    parser.add_argument("--seed", type=natural, default=1_000_000, help="of the first episode")
+    parser.add_argument("--batch", type=positive_int, default=50, help="episodes in step")
+    parser.add_argument(
+        "--max-steps", type=positive_int, default=360, help="after which an episode fails"
+    )
+    parser.add_argument(
+        "--execute", type=positive_int, help="steps of a chunk carried out before the next"
+    )
+    parser.add_argument(
+        "--context-chunks", type=positive_int, help="1: look at the present frame alone"
+    )
     parser.add_argument("--guidance", type=float, help="scale on the video")
     parser.add_argument("--dit-steps", choices=tuple(DIT_STEPS), help="network calls a chunk")
-    parser.add_argument("--workers", type=int, default=1, help="processes that draw the world")
-    parser.add_argument("--videos", type=int, default=4, help="episodes to film")
-    parser.add_argument("--chunks", type=int, default=64, help="compared in the open loop")
+    parser.add_argument(
+        "--workers", type=positive_int, default=1, help="processes that draw the world"
+    )
+    parser.add_argument("--videos", type=natural, default=4, help="episodes to film")
+    parser.add_argument("--chunks", type=positive_int, default=64, help="compared in the open loop")
     parser.add_argument("--libero-python", metavar="PATH",
                         help="LIBERO's own Python: see wamlab.evaluate.libero_loop")  # fmt: skip
     parser.add_argument("--libero-set", action="append", default=[], metavar="NAME=VALUE",

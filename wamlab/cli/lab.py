@@ -5,14 +5,16 @@ import os
 import sys
 from pathlib import Path
 
-from wamlab.config import UserError
+from wamlab.config import UserError, positive_int
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab lab`."""
-    parser.add_argument("--port", type=int, help="port of the server (default: JupyterLab's own)")
+    parser.add_argument(
+        "--port", type=positive_int, help="port of the server (default: JupyterLab's own)"
+    )
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
 

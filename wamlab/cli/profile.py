@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from wamlab.cli.train import configure
-from wamlab.config import replace
+from wamlab.config import natural, positive_int, replace
 from wamlab.jupyter.launch import launch
 from wamlab.measure import Record, append_jsonl
 from wamlab.trace import Event, diff_kernels, read_trace
@@ -19,13 +19,15 @@ SHOWN = 5  # kernels of each kind in a comparison
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `wamlab profile`."""
     parser.add_argument("run", help="a TrainConfig as JSON, a preset or a recipe, as for `train`")
-    parser.add_argument("--micro-batch", type=int, help="samples a rank computes at once")
+    parser.add_argument("--micro-batch", type=positive_int, help="samples a rank computes at once")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="any field of the run, dotted, as JSON")  # fmt: skip
-    parser.add_argument("--nproc", type=int, help="ranks (default: every GPU, or 1)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before any is timed")
-    parser.add_argument("--steps", type=int, default=8, help="steps timed part by part")
-    parser.add_argument("--active", type=int, default=1, help="steps in the trace, at most 3")
+    parser.add_argument("--nproc", type=positive_int, help="ranks (default: every GPU, or 1)")
+    parser.add_argument("--warmup", type=natural, default=3, help="steps before any is timed")
+    parser.add_argument("--steps", type=positive_int, default=8, help="steps timed part by part")
+    parser.add_argument(
+        "--active", type=positive_int, default=1, help="steps in the trace, at most 3"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder of traces")
     parser.add_argument("--against", type=Path, help="compare with this trace of another run")
     parser.add_argument("--record", type=Path, help="append the record to this JSONL file")

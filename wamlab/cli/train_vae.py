@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 
+from wamlab.config import natural, positive, positive_int
 from wamlab.train.train_vae import VAETrainConfig, train_vae
 
 
@@ -22,11 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", default=default[name], help=f"{text} (default {default[name]})"
         )
     parser.add_argument("--weights", help="an earlier result to start from")
-    parser.add_argument("--minutes", type=float, default=default["minutes"], help="of training")
-    parser.add_argument("--steps", type=int, help="train this many steps instead of by the clock")
-    parser.add_argument("--clips", type=int, default=default["clips"], help="9-frame clips a step")
-    parser.add_argument("--lr", type=float, default=default["lr"], help="learning rate")
-    parser.add_argument("--seed", type=int, default=default["seed"], help="of weights and draws")
+    parser.add_argument("--minutes", type=positive, default=default["minutes"], help="of training")
+    parser.add_argument(
+        "--steps", type=positive_int, help="train this many steps instead of by the clock"
+    )
+    parser.add_argument(
+        "--clips", type=positive_int, default=default["clips"], help="9-frame clips a step"
+    )
+    parser.add_argument("--lr", type=positive, default=default["lr"], help="learning rate")
+    parser.add_argument(
+        "--seed", type=natural, default=default["seed"], help="of weights and draws"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from wamlab.config import ConfigError
+from wamlab.config import ConfigError, natural, positive_int
 from wamlab.data.bench_decode import time_decoders
 from wamlab.data.transcode import ENCODERS, JOURNAL, TranscodeConfig, transcode_dataset
 from wamlab.measure import Record, append_jsonl
@@ -27,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, help="in pixels (default: unchanged)")
     parser.add_argument("--width", type=int, help="in pixels (default: unchanged)")
     parser.add_argument("--crf", type=int, help="the encoder's quality, lower is better")
-    parser.add_argument("--workers", type=int, default=1, help="files encoded at once")
+    parser.add_argument("--workers", type=positive_int, default=1, help="files encoded at once")
     parser.add_argument("--decoder", default="torchcodec", help="times the gain at the end")
-    parser.add_argument("--samples", type=int, default=10, help="samples timed; 0 times nothing")
+    parser.add_argument(
+        "--samples", type=natural, default=10, help="samples timed; 0 times nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Transcode, print what changed and what decoding gains."""
-    if args.workers < 1 or args.samples < 0:
-        raise ConfigError(f"--workers {args.workers}, --samples {args.samples}: at least 1 and 0")
     config = TranscodeConfig(
         codec=args.codec, gop=args.gop, height=args.height, width=args.width, crf=args.crf
     )

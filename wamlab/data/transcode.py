@@ -50,6 +50,9 @@ class TranscodeConfig:
         lookup(ENCODERS, self.codec, "codec")
         if self.gop < 1:
             raise ConfigError(f"gop {self.gop}: at least 1 frame")
+        worst = 63 if self.codec == "av1" else 51
+        if self.crf is not None and not 0 <= self.crf <= worst:
+            raise ConfigError(f"crf {self.crf}: {self.codec} takes 0 (best) to {worst}")
         for name, value in (("height", self.height), ("width", self.width)):
             if value is not None and (value < 16 or value % 2):
                 raise ConfigError(f"{name} {value}: an even number of at least 16 pixels")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from wamlab.config import ConfigError, lookup, replace
+from wamlab.config import ConfigError, check_least, lookup, replace
 from wamlab.measure import (
     Record,
     device_name,
@@ -63,9 +63,12 @@ class EncodeCase:
     repeats: int = 10
 
     def __post_init__(self) -> None:
-        lookup(VAE_SIZES, self.vae, "VAE size")
+        cell = lookup(VAE_SIZES, self.vae, "VAE size").spatial
+        if any(side < cell or side % cell for side in self.hw):
+            raise ConfigError(f"hw {self.hw}: {self.vae} takes multiples of {cell} pixels")
         if self.compile is not None:
             lookup(COMPILE, self.compile, "way to compile")
+        check_least(self, {"batch": 1, "frames": 1, "repeats": 1})
         if self.cuda_graph and self.device != "cuda":
             raise ConfigError("cuda_graph needs device 'cuda'")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wamlab.config import ConfigError, lookup, replace
+from wamlab.config import ConfigError, check_least, check_name, lookup, replace
 from wamlab.measure import (
     Record,
     device_name,
@@ -23,13 +23,13 @@ from wamlab.measure import (
     stamp,
     synchronize,
 )
-from wamlab.model.attention import Layout
+from wamlab.model.attention import IMPLEMENTATIONS, Layout
 from wamlab.model.dit import MODEL_SIZES, PUBLIC, DiTConfig, ModelOptions, WorldActionDiT
 from wamlab.model.flops import flops
 from wamlab.profiler import profile_steps
 from wamlab.trace import kernel_table, read_trace, split_steps, summarise
 from wamlab.train.float8 import convert
-from wamlab.train.optimizations import StepPlan
+from wamlab.train.optimizations import StepPlan, recompute_of
 from wamlab.train.wrap import wrap
 
 LATENTS: dict[str, tuple[int, int]] = {
@@ -63,6 +63,9 @@ class DiTCase:
 
     def __post_init__(self) -> None:
         lookup(MODEL_SIZES, self.size, "model size")
+        check_name(self.attention, ("auto", *IMPLEMENTATIONS), "attention implementation")
+        recompute_of(self.recompute, 0)
+        check_least(self, {"layers": 1, "micro_batch": 1, "warmup": 0, "repeats": 1})
         if self.cuda_graph and self.device != "cuda":
             raise ConfigError("cuda_graph needs device 'cuda'")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wamlab.config import ConfigError, lookup, replace
+from wamlab.config import ConfigError, check_least, lookup, replace
 from wamlab.measure import Record, device_name, measure_ms, stamp
 from wamlab.model.dit import MODEL_SIZES, ModelOptions
 from wamlab.model.plan import OPERATIONS
@@ -31,6 +31,7 @@ class OpCase:
     def __post_init__(self) -> None:
         lookup(PASSES, self.op, "operation")
         lookup(MODEL_SIZES, self.size, "model size")
+        check_least(self, {"micro_batch": 1, "repeats": 1})
 
 
 def measure_op(case: OpCase) -> list[Record]:

@@ -24,12 +24,15 @@ def convert(blocks: Iterable[nn.Module], recipe: str, *, emulate: bool = False) 
         emulate: round to float8 and multiply in the original dtype, on any device.
 
     Raises:
-        ConfigError: a block lacks one of the large linears, or a kernel could not take its widths:
-            what stays in bf16 would be measured as float8.
+        ConfigError: torchao is missing, a block lacks one of the large linears, or a kernel could
+            not take its widths: what stays in bf16 would be measured as float8.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ConfigError("float8 needs torchao: pip install torchao") from error
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, pad_inner_dim=True, emulate=emulate)
