@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=natural, default=3, help="steps before any is timed")
     parser.add_argument("--steps", type=positive_int, default=8, help="steps timed part by part")
     parser.add_argument(
-        "--active", type=positive_int, default=1, help="steps in the trace, at most 3"
+        "--active", type=int, choices=(1, 2, 3), default=1, help="steps in the trace, at most 3"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder of traces")
     parser.add_argument("--against", type=Path, help="compare with this trace of another run")
