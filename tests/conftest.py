@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,17 @@ def shared_dir(*parts: str) -> Path | None:
 @pytest.fixture
 def data_samples() -> Path:
     return ROOT / "data_samples"
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """Return what copies one of a module's data sets, `made`, without its converted columns."""
+
+    def make(name: str = "v2.1") -> Path:
+        shutil.copytree(made[name], tmp_path / name, ignore=shutil.ignore_patterns(".wamlab"))
+        return tmp_path / name
+
+    return make
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

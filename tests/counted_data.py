@@ -1,14 +1,18 @@
 """Small data sets whose frames and rows say which step, episode and view they are."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from wamlab.data.embodiment import Embodiment
+from wamlab.data.embodiment import EMBODIMENTS, Embodiment
 from wamlab.data.lerobot_write import Episode, write_dataset
 
+ROBOT = replace(
+    EMBODIMENTS["toy"], views=("front", "wrist"), layout="side_by_side", horizon=8, blocks=2
+)
 BITS, BAR = 12, 8  # bars of 8 pixels: 2 bits of the view, 2 of the episode, 8 of the step
 HEIGHT = 32
 

@@ -11,16 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import shared_dir
-from counted_data import write_counted
+from counted_data import ROBOT, write_counted
 
 from wamlab.__main__ import main
 from wamlab.data.check import check_dataset
 from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.metadata import DatasetError
 
-ROBOT = replace(
-    EMBODIMENTS["toy"], views=("front", "wrist"), layout="side_by_side", horizon=8, blocks=2
-)
 LENGTHS = [30, 21, 40, 24]
 VIDEO = "videos/chunk-000/observation.images.{}/episode_{:06d}.mp4"
 TABLE = "data/chunk-000/episode_{:06d}.parquet"
@@ -40,15 +37,6 @@ def made(tmp_path_factory) -> dict[str, Path]:
 def short(tmp_path_factory) -> Path:
     """One episode, just long enough for a sample."""
     return write_counted(tmp_path_factory.mktemp("short") / "data", ROBOT, [18])
-
-
-@pytest.fixture
-def copy(made, tmp_path):
-    def make(name: str = "v2.1") -> Path:
-        shutil.copytree(made[name], tmp_path / name, ignore=shutil.ignore_patterns(".wamlab"))
-        return tmp_path / name
-
-    return make
 
 
 def check(root: Path, robot=ROBOT, **options) -> list[str]:

@@ -3,41 +3,25 @@
 
 import json
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from counted_data import write_counted
+from counted_data import ROBOT, write_counted
 
 from wamlab.__main__ import main
 from wamlab.config import ConfigError
 from wamlab.data.check import check_dataset
-from wamlab.data.embodiment import EMBODIMENTS
 from wamlab.data.lerobot import LeRobotDataset
 from wamlab.data.metadata import DatasetError
 from wamlab.data.windows import WindowDataset
-
-ROBOT = replace(
-    EMBODIMENTS["toy"], views=("front", "wrist"), layout="side_by_side", horizon=8, blocks=2
-)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("made")
     return {v: write_counted(root / v, ROBOT, [18, 19], version=v) for v in ("v2.1", "v3.0")}
-
-
-@pytest.fixture
-def copy(made, tmp_path):
-    def make(name: str = "v2.1") -> Path:
-        shutil.copytree(made[name], tmp_path / name, ignore=shutil.ignore_patterns(".wamlab"))
-        return tmp_path / name
-
-    return make
 
 
 def put(name: str, *way: str | int, value):
