@@ -375,6 +375,8 @@ def test_ctrl_c_leaves_no_process(toy, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # a suite that a shell runs in the background ignores SIGINT, and so would this process
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert run.stdout.readline() == "0\n"
     family = psutil.Process(run.pid).children(recursive=True)
