@@ -32,6 +32,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+@torch.compiler.assume_constant_result
+def _stream(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+
+
 class Draws:
     """The random numbers of one training step, one independent stream per sample and per name.
 
@@ -48,8 +53,7 @@ class Draws:
         self._key_B = _mix(key * _GOLDEN + _MIX_1) ^ _mix(sample_ids * _GOLDEN + _MIX_2)
 
     def _bits(self, name: str, count: int) -> Tensor:
-        stream = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-        key_B1 = _mix(self._key_B + stream)[:, None]
+        key_B1 = _mix(self._key_B + _stream(name))[:, None]
         counter = torch.arange(1, count + 1, device=key_B1.device, dtype=torch.int64)
         return _mix(key_B1 + counter * _GOLDEN)
 

@@ -182,7 +182,9 @@ class Augment:
     def __init__(self, embodiment: Embodiment, *, impl: str = "auto", chunk: int = 4) -> None:
         check_name(impl, IMPLS, "augmentation impl")
         self.embodiment, self.chunk, self.impl = embodiment, chunk, impl
-        self._compiled = torch.compile(_augment_batch, dynamic=False, fullgraph=True)
+        self._compiled, self._drawn = (
+            torch.compile(fn, dynamic=False, fullgraph=True) for fn in (_augment_batch, _draw_batch)
+        )
 
     def __call__(self, views_BVT3HW: Tensor, draws: Draws, train: bool = True) -> Tensor:
         """Augment a batch.
@@ -199,14 +201,14 @@ class Augment:
             ConfigError: the views do not fit the embodiment.
         """
         _check(views_BVT3HW, self.embodiment, ndim=6)
-        params = draw_augmentation(draws, *views_BVT3HW.shape[-2:], train)
-        impl = self.impl
+        impl, size = self.impl, tuple(views_BVT3HW.shape[-2:])
         if impl == "auto":
             impl = "compiled" if views_BVT3HW.is_cuda else "pieces"
         if impl == "pieces":
-            return self._pieces(views_BVT3HW, params)
-        fn = self._compiled if impl == "compiled" else _augment_batch
-        return self._batched(views_BVT3HW, params, fn)
+            return self._pieces(views_BVT3HW, draw_augmentation(draws, *size, train))
+        if impl == "batched":
+            return self._batched(views_BVT3HW, *_draw_batch(draws, size, train), _augment_batch)
+        return self._batched(views_BVT3HW, *self._drawn(draws, size, train), self._compiled)
 
     def _pieces(self, views: Tensor, params: AugmentDraws) -> Tensor:
         V, T = views.shape[1:3]
@@ -217,12 +219,13 @@ class Augment:
             out.append(_build_grid(torch.cat(frames).unflatten(0, (V, T)), self.embodiment.layout))
         return torch.stack(out)
 
-    def _batched(self, views: Tensor, params: AugmentDraws, fn: Callable) -> Tensor:
+    def _batched(
+        self, views: Tensor, top_B: Tensor, left_B: Tensor, jitter: Jitter | None, fn: Callable
+    ) -> Tensor:
         B, (H, W), (h, w) = len(views), views.shape[-2:], self.embodiment.view_hw
         rows, row_weights = _taps(crop_size(H), h, views.device)
         cols, col_weights = _taps(crop_size(W), w, views.device)
-        rows_Bh, cols_Bw = params.top[:, None] + rows, params.left[:, None] + cols
-        jitter = None if params.order is None else Jitter.of(params.factors, params.order)
+        rows_Bh, cols_Bw = top_B[:, None] + rows, left_B[:, None] + cols
         # Equal chunks, so that one compiled shape serves the run.
         size = max(c for c in range(1, min(B, self.chunk) + 1) if B % c == 0)
         out = []
@@ -256,6 +259,14 @@ def _taps(size: int, out: int, dev: torch.device) -> tuple[Tensor, Tensor]:
     first = first.clamp(max=size - count)
     weights = matrix.gather(1, first[:, None] + torch.arange(count))
     return first.to(dev), weights.T.contiguous().to(dev)
+
+
+def _draw_batch(
+    draws: Draws, size: tuple[int, int], train: bool
+) -> tuple[Tensor, Tensor, Jitter | None]:
+    """Draw the corners and the jitter: 236 operations on B numbers, each a launch if not fused."""
+    top, left, factors, order = draw_augmentation(draws, *size, train)
+    return top, left, None if order is None else Jitter.of(factors, order)
 
 
 def _augment_batch(
