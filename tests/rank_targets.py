@@ -1,5 +1,7 @@
 """What the launcher's tests run on ranks; light, so that a rank starts without torch."""
 
+import atexit
+import ctypes
 import dataclasses
 import os
 import signal
@@ -27,6 +29,8 @@ def describe(plan: Plan) -> dict:
     print(f"hello from rank {RANK}")
     print("and on stderr", file=sys.stderr)
     os.system("echo from a child of the rank")
+    ctypes.CDLL(None).puts(b"from native code")  # waits in its buffer for the rank's end
+    atexit.register(print, "from an exit handler")
     kept = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
     seen = {name: os.environ.get(name) for name in kept}
     return {"rank": RANK, "plan": type(plan).__name__, "product": plan.factor * RANK, **seen}
