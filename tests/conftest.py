@@ -14,6 +14,21 @@ def shared_dir(*parts: str) -> Path | None:
     return path if path.exists() else None
 
 
+# what torch says of any compiled network and of fp32 products on a GPU: no fault of the caller's
+SAID_ON_GPUS = (
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:TensorFloat32 tensor cores for float32 matrix multiplication available",
+    "ignore:Synchronization debug mode is a prototype feature",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            for said in SAID_ON_GPUS:
+                item.add_marker(pytest.mark.filterwarnings(said))
+
+
 @pytest.fixture
 def data_samples() -> Path:
     return ROOT / "data_samples"

@@ -66,6 +66,15 @@ def test_every_dtype_reads_bit_for_bit(dtype, tmp_path):
     assert checkpoint.read("empty").shape == (0,)
 
 
+def test_the_default_device_does_not_change_what_is_read(folder):
+    """Weights read while a model was built under `torch.device("cuda")` could not be filled."""
+    with torch.device("meta"):
+        checkpoint = open_checkpoint(folder)
+        read = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    assert read.keys() == tensors().keys()
+    assert all(torch.equal(read[name], value) for name, value in tensors().items())
+
+
 def test_a_scalar_and_a_remapped_pth_are_read(tmp_path, monkeypatch):
     save_file({"s": torch.tensor(2.5)}, tmp_path / "a.safetensors")
     assert open_checkpoint(tmp_path).read("s") == 2.5

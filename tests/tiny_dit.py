@@ -71,7 +71,7 @@ def outcome(dit: WorldActionDiT, given: dict) -> dict[str, torch.Tensor]:
         given[name].requires_grad_()
     dit.zero_grad()
     video, action = dit(**given)
-    weigh = [torch.linspace(-1, 1, o.numel()).view_as(o) for o in (video, action)]
+    weigh = [torch.linspace(-1, 1, o.numel(), device=o.device).view_as(o) for o in (video, action)]
     sum((o.float() * w).sum() for o, w in zip((video, action), weigh)).backward()
     grads = {f"grad/{name}": p.grad.clone() for name, p in dit.named_parameters()}
     grads_in = {f"grad_in/{name}": given[name].grad for name in inputs}

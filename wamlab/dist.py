@@ -69,6 +69,7 @@ def process_group(
     """
     on_gpu = dev.type == "cuda"
     if on_gpu:
+        dev = torch.device("cuda", torch.cuda.current_device() if dev.index is None else dev.index)
         torch.cuda.set_device(dev)
     how: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
     how["device_id"] = dev if on_gpu else None

@@ -54,7 +54,8 @@ class Draws:
 
     def _bits(self, name: str, count: int) -> Tensor:
         key_B1 = _mix(self._key_B + _stream(name))[:, None]
-        counter = torch.arange(1, count + 1, device=key_B1.device, dtype=torch.int64)
+        # `| 0`: else Inductor takes the product for index arithmetic, which is int32 on a GPU
+        counter = torch.arange(1, count + 1, device=key_B1.device, dtype=torch.int64) | 0
         return _mix(key_B1 + counter * _GOLDEN)
 
     def uniform(self, name: str, shape: Sequence[int]) -> Tensor:

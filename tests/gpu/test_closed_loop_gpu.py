@@ -9,10 +9,7 @@ from wamlab.config import replace
 from wamlab.evaluate.load import open_policy
 from wamlab.measure import read_records
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = pytest.mark.gpu
 FULL = (
     *("shortcuts", "compile", "fused_adamw", "batched_encoders", "prompt_cache", "micro_batch"),
     *({"name": "recompute", "mode": "none"}, "cuda_graph"),

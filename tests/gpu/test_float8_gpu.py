@@ -9,7 +9,6 @@ from wamlab.train.bench_dit import DiTCase, measure_dit
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 

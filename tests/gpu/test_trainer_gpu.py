@@ -14,10 +14,7 @@ from wamlab.train.config import TrainConfig
 from wamlab.train.optim import OptimConfig
 from wamlab.train.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = pytest.mark.gpu
 CONFIG = TrainConfig(
     model=None,
     data=None,

@@ -256,7 +256,7 @@ class _SafetensorsFile:
 
     def read(self, name: str) -> Tensor:
         entry = self.tensors[name]
-        value = torch.empty(entry.shape, dtype=entry.dtype)
+        value = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         with entry.file.open("rb") as file:
             file.seek(entry.offset)
             got = file.readinto(value.reshape(-1).view(torch.uint8).numpy())
