@@ -284,19 +284,21 @@ def prefixed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 RANK_SCRIPT = """
-import sys, torch, torch.distributed as dist
+import sys, torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from test_weights import build_meta
+from wamlab.dist import process_group
 from wamlab.model.weights import load_policy, save_policy
-dist.init_process_group("gloo")
-model, mesh = build_meta(), init_device_mesh("cpu", (2,))
-for block in model.blocks():
-    fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
-load_policy(model, sys.argv[1])
-save_policy(model, sys.argv[2])
-dist.destroy_process_group()
+def main():
+    model, mesh = build_meta(), init_device_mesh("cpu", (2,))
+    for block in model.blocks():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    load_policy(model, sys.argv[1])
+    save_policy(model, sys.argv[2])
+with process_group(torch.device("cpu")):
+    main()
 """
 
 
