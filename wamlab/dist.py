@@ -77,6 +77,7 @@ def process_group(
         if not alone:
             yield
             return
+        # no device_id: NCCL starts with the first collective of a GPU, most runs alone have none
         how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **how)
     try:
@@ -95,8 +96,8 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 
 def barrier() -> None:
-    """Wait for every rank; nothing without a group."""
-    if dist.is_initialized():
+    """Wait for every rank; nothing without others."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 

@@ -196,10 +196,24 @@ def plot_errors(records: Sequence[Record], line_cm: float = 2.3) -> Axes:
     return ax
 
 
-def ledger_table(records: Sequence[Record]) -> str:
-    """Return the ledger of claims as an HTML table."""
-    head = "".join(f"<th>{h}</th>" for h in ("the article says", "its own numbers say", "measured"))
+def ledger_table(records: Sequence[Record], elsewhere: Sequence[Record] = ()) -> str:
+    """Return the ledger of claims as an HTML table.
+
+    Args:
+        records: of scope "motion", measured on this machine.
+        elsewhere: committed records of another machine, in a column of its name.
+    """
+    titles, columns = (
+        ["the article says", "its own numbers say", "measured here"],
+        [ledger(records)],
+    )
+    if elsewhere:
+        devices = dict.fromkeys(r.device for r in elsewhere)
+        titles.append(f"measured on {', '.join(devices)}")
+        columns.append(ledger(elsewhere))
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    lines = ((*first, *(row[2] for row in rest)) for first, *rest in zip(*columns))
     cells = ("".join(f'<td style="text-align:left;vertical-align:top">{html.escape(c)}</td>'
-                     for c in row) for row in ledger(records))  # fmt: skip
+                     for c in line) for line in lines)  # fmt: skip
     rows = "\n".join(f"<tr>{c}</tr>" for c in cells)
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"
