@@ -52,3 +52,12 @@ def test_run_json_is_a_run_and_the_data_set_is_there():
 
 def test_every_command_is_named():
     assert not [name for name in COMMANDS if not re.search(rf"\bwamlab {name}\b|`{name}`", README)]
+
+
+def test_every_record_file_says_how_to_make_it_again():
+    folder = ROOT / "notebooks" / "measurements"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in sorted(folder.glob("*.jsonl")) if f"`{p.name}`" not in text] == []
+    commands = re.findall(r"`wamlab (\w+)", text)
+    assert commands
+    assert set(commands) <= set(COMMANDS)
