@@ -297,3 +297,18 @@ def test_no_display_package_is_imported():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_rank_imports_nothing_heavy_that_its_run_may_not_need():
+    """Dynamo or transformers take as long as torch, in every process of every row of a ladder."""
+    code = (
+        "import gc, sys; from wamlab.jupyter import _guard, _runner;"
+        "print('torch' in sys.modules);"
+        "_runner.resolve('wamlab.train.trainer:train');"
+        "from wamlab.data.augment import Augment; from wamlab.data.embodiment import EMBODIMENTS;"
+        "Augment(EMBODIMENTS['toy']);"
+        "heavy = ('torch._dynamo', 'transformers', 'scipy', 'matplotlib', 'IPython');"
+        "print([m for m in heavy if m in sys.modules], gc.isenabled(), gc.get_freeze_count() > 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["False", "[] True True"]

@@ -326,6 +326,19 @@ def toy(tmp_path_factory) -> Path:
     return write_counted(folder, EMBODIMENTS["toy"], [99, 98])
 
 
+def test_the_process_that_workers_fork_from_starts_on_call():
+    code = (
+        "from multiprocessing import forkserver;"
+        "from wamlab.data.data_config import DataConfig, prepare_workers;"
+        "server = forkserver._forkserver;"
+        "prepare_workers(DataConfig()); print(server._forkserver_pid);"
+        "prepare_workers(DataConfig(workers=2)); print(server._preload_modules);"
+        "print(server._forkserver_pid > 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["None", "['wamlab.data.loader']", "True"]
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_d9_workers_read_the_same_and_leave_nothing(toy):
     """D9: more workers than cores; one thread each, a bound on decoders, the same batches."""

@@ -17,7 +17,9 @@ from torch._dynamo.utils import counters
 from toy_model import ToyBlock, ToyLoader, ToyModel
 
 from wamlab.config import ConfigError, from_dict, to_dict
+from wamlab.data.data_config import DataConfig
 from wamlab.model.stored import CheckpointError
+from wamlab.train import trainer as module
 from wamlab.train.communication import training_group
 from wamlab.train.config import PRESETS, TrainConfig
 from wamlab.train.metrics import NonFiniteError
@@ -264,6 +266,21 @@ def test_a_block_is_recomputed_once(monkeypatch):
     calls.clear()
     run(BATCH, recompute("every-2"), steps=2)
     assert len(calls) == 2 * (3 + 2)
+
+
+def test_workers_begin_to_import_before_the_model_is_built(monkeypatch):
+    class BuiltError(Exception):
+        pass
+
+    def build(*_):
+        raise BuiltError(*prepared)
+
+    prepared = []
+    monkeypatch.setattr(module, "build_model", build)
+    monkeypatch.setattr(module, "prepare_workers", lambda data: prepared.append(data.workers))
+    config = dataclasses.replace(CONFIG, data=DataConfig(workers=3))
+    with training_group(torch.device("cpu")), pytest.raises(BuiltError, match="3"):
+        Trainer(config)
 
 
 def test_validation_is_the_same_every_time(tmp_path):

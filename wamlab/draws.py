@@ -32,9 +32,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-@torch.compiler.assume_constant_result
 def _stream(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+
+
+# what torch.compiler.assume_constant_result does, without its import of Dynamo: as long as torch's
+_stream._dynamo_marked_constant = True
 
 
 class Draws:

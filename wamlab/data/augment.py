@@ -10,7 +10,7 @@ h w its size after the resize.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
@@ -182,9 +182,6 @@ class Augment:
     def __init__(self, embodiment: Embodiment, *, impl: str = "auto", chunk: int = 4) -> None:
         check_name(impl, IMPLS, "augmentation impl")
         self.embodiment, self.chunk, self.impl = embodiment, chunk, impl
-        self._compiled, self._drawn = (
-            torch.compile(fn, dynamic=False, fullgraph=True) for fn in (_augment_batch, _draw_batch)
-        )
 
     def __call__(self, views_BVT3HW: Tensor, draws: Draws, train: bool = True) -> Tensor:
         """Augment a batch.
@@ -208,7 +205,16 @@ class Augment:
             return self._pieces(views_BVT3HW, draw_augmentation(draws, *size, train))
         if impl == "batched":
             return self._batched(views_BVT3HW, *_draw_batch(draws, size, train), _augment_batch)
-        return self._batched(views_BVT3HW, *self._drawn(draws, size, train), self._compiled)
+        compiled, drawn = self._compiled
+        return self._batched(views_BVT3HW, *drawn(draws, size, train), compiled)
+
+    @cached_property
+    def _compiled(self) -> tuple[Callable, Callable]:
+        """Made at the first use: torch.compile imports Dynamo, which takes as long as torch."""
+        compiled, drawn = (
+            torch.compile(fn, dynamic=False, fullgraph=True) for fn in (_augment_batch, _draw_batch)
+        )
+        return compiled, drawn
 
     def _pieces(self, views: Tensor, params: AugmentDraws) -> Tensor:
         V, T = views.shape[1:3]

@@ -4,8 +4,10 @@ The defaults do what the public training code does: each sample opens its videos
 decoded frame and is augmented on the CPU, in the training process.
 """
 
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from typing import Literal
 
 import numpy as np
@@ -113,6 +115,18 @@ def robot_of(source: Source | DataConfig) -> Embodiment:
     """
     robot = lookup(EMBODIMENTS, source.embodiment, "embodiment")
     return replace(robot, prompt=source.prompt) if source.prompt is not None else robot
+
+
+def prepare_workers(config: DataConfig) -> None:
+    """Start the process that workers fork from, which imports torch while the caller does more.
+
+    Args:
+        config: of the loader that will be made; without workers nothing starts.
+    """
+    if config.workers and config.start_method == "forkserver":
+        # imports once, not once a worker
+        multiprocessing.set_forkserver_preload(["wamlab.data.loader"])
+        forkserver.ensure_running()
 
 
 def open_data(

@@ -5,7 +5,6 @@ neither the number of ranks, nor workers, nor the micro-batch changes what is tr
 """
 
 import contextlib
-import multiprocessing
 import queue
 import signal
 import threading
@@ -22,7 +21,13 @@ from torch.utils.data import DataLoader
 
 from wamlab.config import ConfigError, UserError, to_dict
 from wamlab.data.augment import Augment, augment_cpu
-from wamlab.data.data_config import GPU_DECODERS, DataConfig, embodiment_of, open_data
+from wamlab.data.data_config import (
+    GPU_DECODERS,
+    DataConfig,
+    embodiment_of,
+    open_data,
+    prepare_workers,
+)
 from wamlab.data.metadata import DatasetError
 from wamlab.data.sampler import Sampler, share_of
 from wamlab.data.windows import Mixture, WindowDataset
@@ -194,18 +199,15 @@ class _Host:
 
 
 def _start_workers(reader: _Reader, plan: Iterator[Item]) -> Iterator[Any]:
-    config = reader.config
-    context = multiprocessing.get_context(config.start_method)
-    if config.start_method == "forkserver":
-        context.set_forkserver_preload([__name__])  # imports torch once, not once a worker
+    prepare_workers(reader.config)
     return iter(
         DataLoader(
             reader,
             batch_size=None,
             sampler=plan,
-            num_workers=config.workers,
+            num_workers=reader.config.workers,
             collate_fn=_as_it_is,
-            multiprocessing_context=context,
+            multiprocessing_context=reader.config.start_method,
             worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # or it would draw from the global one
         )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from wamlab.config import ConfigError, from_dict, replace, save_json
+from wamlab.data.data_config import prepare_workers
 from wamlab.data.loader import Loader
 from wamlab.dist import device as pick_device
 from wamlab.dist import print0, rank
@@ -70,6 +71,8 @@ class Trainer:
         self.plan = with_links(build_plan(self.optimizations))
         self.share, self.micro_batch = self._shares()
         self.out = Path(config.out) if config.out else None
+        if loader is Loader and config.data:
+            prepare_workers(self._optimized(config.data))  # both import for long
         self._memory = self._check_memory() if model is None else contextlib.nullcontext()
         self.model = (build_model(config, self.device) if model is None else model).to(self.device)
         self.stepper = _step_class(config.backend)(
@@ -113,9 +116,13 @@ class Trainer:
         memory.check(setting, capacity)
         return memory.explained(setting, capacity, self._last_good)
 
-    def _loader(self, data: Any, *, train: bool) -> Any:
+    def _optimized(self, data: Any) -> Any:
         for optimization in self.optimizations:
             data = data and optimization.apply_data(data)
+        return data
+
+    def _loader(self, data: Any, *, train: bool) -> Any:
+        data = self._optimized(data)
         return self._build_loader(
             data if train else data and replace(data, train=False),
             global_batch=self.config.global_batch,
