@@ -50,7 +50,7 @@ class Recorder:
 class FakeError(LaunchError):
     def __init__(self, error):
         RuntimeError.__init__(self, f"rank 0 raised {error}")
-        self.refused = isinstance(error, UserError)
+        self.refusal = str(error) if isinstance(error, UserError) else None
         self.exception, self.log = f"{type(error).__name__}: {error}", "rank0.log"
 
 

@@ -7,7 +7,7 @@ from toy_model import ToyLoader, ToyModel
 
 from wamlab.__main__ import main
 from wamlab.cli import profile as command
-from wamlab.config import ConfigError, to_dict
+from wamlab.config import ConfigError, RunError, to_dict
 from wamlab.jupyter.launch import launch
 from wamlab.measure import read_records
 from wamlab.memory_timeline import read_memory
@@ -91,6 +91,20 @@ def test_the_command_prints_what_was_found(tmp_path, monkeypatch, capsys):
     assert "+0.0 ms" in text
     assert main(["profile", *argv[:-1], "none.json.gz"]) == 2
     assert "no such trace: none.json.gz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("refusal", "code"), [("global_batch 3 of 2 ranks", 2), (None, 1)])
+def test_a_run_that_fails_is_told_without_a_traceback(refusal, code, monkeypatch, capsys):
+    def launched(*_, **__):
+        error = RunError("rank 0 raised X\nlast 2 lines of rank0.log:\n    a\n    b")
+        error.refusal = refusal
+        raise error
+
+    monkeypatch.setattr(command, "launch", launched)
+    assert main(["profile", "cpu"]) == code
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"wamlab profile: {refusal or 'rank 0 raised X'}"
+    assert len(said) == (1 if refusal else 4)
 
 
 class _Done:

@@ -7,7 +7,7 @@ import importlib
 import sys
 from importlib import metadata
 
-from wamlab.config import Parser, UserError, unknown_name
+from wamlab.config import Parser, RunError, UserError, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "what this machine offers, and the cure for what is missing"),
@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return 0 (done), 1 (found faults) or 2 (refused what it was given)."""
+    """Run one command; return 0 (done), 1 (found faults, a run failed) or 2 (refused its input)."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: wamlab COMMAND [options]\n")
@@ -55,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"wamlab {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"wamlab {argv[0]}: {error.refusal or error}", file=sys.stderr)
+        return 2 if error.refusal else 1
     except OSError as error:  # a path that cannot be read or written
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"wamlab {argv[0]}: {reason}", file=sys.stderr)

@@ -28,6 +28,16 @@ class ConfigError(UserError):
     """A configuration, name or option that is refused: what came, what is allowed, what to do."""
 
 
+class RunError(RuntimeError):
+    """A run in other processes that failed; the command line prints it and exits with 1.
+
+    Attributes:
+        refusal: what the run said where it refused its configuration, which exits with 2; or None.
+    """
+
+    refusal: str | None = None
+
+
 class Parser(argparse.ArgumentParser):
     """Reads a command's options; a line that it cannot read is refused like any other mistake."""
 

@@ -204,8 +204,8 @@ def _named(record: Record, row: Row) -> Record:
 
 
 def _reason(error: LaunchError) -> str:
-    if error.refused:
-        return error.exception.partition(": ")[2]
+    if error.refusal:
+        return error.refusal
     return f"failed: {str(error).splitlines()[0]}; log {error.log}"
 
 

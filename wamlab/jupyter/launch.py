@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from wamlab.config import ConfigError, to_dict
+from wamlab.config import ConfigError, RunError, to_dict
 from wamlab.jupyter import _ship
 from wamlab.jupyter._folder import MARK, RunFolder
 from wamlab.jupyter._runner import decode
@@ -36,13 +36,13 @@ LOG_LINES = 20
 END_S = 12.0  # the guard promises 10
 
 
-class LaunchError(RuntimeError):
+class LaunchError(RunError):
     """A run that failed: the first failing rank, why, its last log lines and where the log is.
 
     Attributes:
         rank: the first failing rank, None when the launcher itself failed.
         exception: the rank's exception as "Type: message", None when it died otherwise.
-        refused: the exception is a UserError: the target refused what it was given.
+        refusal: what it says where it is a UserError: the target refused what it was given.
         signal: the name of the signal that ended it, such as "SIGSEGV", or None.
         log: path of the log file.
         lines: its last 20 lines.
@@ -54,7 +54,7 @@ class LaunchError(RuntimeError):
         first = (end or {}).get("first") or {}
         self.rank: int | None = first.get("rank")
         self.exception: str | None = first.get("error")
-        self.refused: bool = first.get("refused", False)
+        self.refusal = self.exception.partition(": ")[2] if first.get("refused") else None
         code = first.get("exit_code", 0)
         self.signal = signal.Signals(-code).name if code < 0 else None
         self.log = folder.log(self.rank)
