@@ -41,7 +41,7 @@ class Recorder:
         self.calls = []
 
     def __call__(self, target, config, nproc, *, out, threads, monitor, env):
-        assert env == module.ALLOCATOR  # in every row alike
+        assert env == module.STEADY  # in every row alike
         self.calls.append((config.optimizations, nproc, threads))
         out.mkdir(parents=True, exist_ok=True)
         return FakeJob(config)

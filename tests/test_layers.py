@@ -16,9 +16,9 @@ ORDER = {
     "frozen vae_blocks vae vae_still text prompt_cache image latent_cache wam "
     "bench_encode weights lora sampling",
     "data": "normalize embodiment codec container matroska bitstream frame_times decoder video "
-    "meta_files metadata columns lerobot lerobot_write cache windows sampler augment eviction loader "
-    "check_tables check_meta check_video check transcode toy_arm toy_render toy_env toy_play corpus toy "
-    "bench_decode bench_workers",
+    "meta_files metadata columns lerobot lerobot_write cache windows sampler augment eviction "
+    "loader check_tables check_meta check_video check transcode toy_arm toy_render toy_env "
+    "toy_play corpus toy bench_decode bench_workers",
     "motion": "skeleton bvh segments streams features dynamics augment synthetic windows "
     "model claims",
     "train": "optim optimizations topology communication compression wire wait memory checkpoint "

@@ -22,8 +22,14 @@ MODES = ("alone", "cumulative", "leave_one_out")
 TARGET = "wamlab.train.trainer:train"
 # Whether glibc keeps the pages of a freed large array or gives them back depends on the order of
 # earlier allocations: a hundred thousand page faults a step or none, by chance. Every row keeps
-# them.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# them. And a thread of libgomp that waits for another spins for a time slice before it sleeps; beside
+# any other busy process that made steps up to eight times as long, of rows with threads alone. A
+# thousand turns cost nothing on a quiet machine; none at all (OMP_WAIT_POLICY=PASSIVE) cost 45 %.
+STEADY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "GOMP_SPINCOUNT": "1000",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +180,7 @@ def _run_row(row: Row, config: Any, where: tuple[Path, str, bool], board: Board)
     if not fresh and (record := _from_cache(cached, key)):
         return _named(record, row)
     cached.unlink(missing_ok=True)
-    options = {"out": folder, "threads": row.threads, "monitor": False, "env": ALLOCATOR}
+    options = {"out": folder, "threads": row.threads, "monitor": False, "env": STEADY}
     job = launch(target, config, row.nproc or 1, **options)
     try:
         with board.watch():
