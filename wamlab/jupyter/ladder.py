@@ -20,11 +20,13 @@ from wamlab.measure import Dimension, Record, append_jsonl, machine, read_jsonl,
 Mode = Literal["alone", "cumulative", "leave_one_out"]
 MODES = ("alone", "cumulative", "leave_one_out")
 TARGET = "wamlab.train.trainer:train"
-# Whether glibc keeps the pages of a freed large array or gives them back depends on the order of
-# earlier allocations: a hundred thousand page faults a step or none, by chance. Every row keeps
-# them. And a thread of libgomp that waits for another spins for a time slice before it sleeps; beside
-# any other busy process that made steps up to eight times as long, of rows with threads alone. A
-# thousand turns cost nothing on a quiet machine; none at all (OMP_WAIT_POLICY=PASSIVE) cost 45 %.
+# Two things that chance or another busy process would decide, the same for every row:
+# - whether glibc keeps the pages of a freed large array or gives them back depends on the order of
+#   earlier allocations: a hundred thousand page faults a step or none. Every row keeps them.
+# - a thread of libgomp that waits for another spins for as long as a time slice before it sleeps.
+#   Beside one busy process that made steps of two threads eight times as long, and left those of
+#   one thread a rank alone. A thousand turns do not, and cost nothing on a quiet machine; none at
+#   all (OMP_WAIT_POLICY=PASSIVE) cost 45 % there.
 STEADY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
