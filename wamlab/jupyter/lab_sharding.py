@@ -7,7 +7,9 @@ update.
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
+from wamlab.dist import rank
 from wamlab.draws import Draws
 from wamlab.model.wam import WorldActionModel
+from wamlab.trace import read_trace
 from wamlab.train.communication import data_mesh, training_group
 from wamlab.train.config import TrainConfig
 from wamlab.train.optim import OptimConfig, local
@@ -81,9 +85,9 @@ def train_runs(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Returns:
         Name -> losses, norms, step_ms, samples_per_s, held_mib (parameters, gradients and moments
-        of rank 0), kept_mib (what the forward of one micro-batch leaves in memory for the
-        backward) and computed (how often blocks ran in one step); on several ranks also that
-        step's collectives and backward_cpu_ms.
+        of a rank) and computed (how often blocks ran in one step); on one rank also kept_mib (what
+        the forward of one micro-batch leaves in memory for the backward), on the first of several
+        that step's collectives and backward_cpu_ms.
     """
     torch.set_num_threads(1)
     with training_group(CPU):
@@ -121,25 +125,28 @@ def _observe(trainer: Trainer) -> dict[str, Any]:
     computed: list[int] = []
     for block in trainer.model.blocks():  # a hook inside the block also sees it recomputed
         block.self_attn.register_forward_pre_hook(lambda *_: computed.append(1))
-    traced = _trace(trainer) if trainer.world > 1 else trainer.step() or {}
+    found = _trace(trainer) if trainer.world > 1 else trainer.step() or {}
+    found["computed"] = len(computed)  # before anything else runs the blocks
+    if trainer.world == 1:
+        found["kept_mib"] = _kept_mib(trainer)
     stepper = trainer.stepper
     held = [*stepper.state().values(), *stepper.parameters.values()]  # gradients: like parameters
-    return {
-        **traced,
-        "held_mib": sum(local(t).numel() * t.element_size() for t in held) / 2**20,
-        "computed": len(computed),
-        "kept_mib": _kept_mib(trainer),
-    }
+    return {**found, "held_mib": sum(local(t).numel() * t.element_size() for t in held) / 2**20}
 
 
 def _trace(trainer: Trainer) -> dict[str, Any]:
+    """Run a step that the first rank records; `key_averages` would take several steps' time."""
+    if rank() != 0:
+        trainer.step()
+        return {}
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         trainer.step()
-    events = seen.key_averages()
-    backward = sum(e.cpu_time_total for e in events if e.key.startswith("autograd::engine::eval"))
-    counts = {
-        name: sum(e.count for e in events if e.key == key) for key, name in COLLECTIVES.items()
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = read_trace(path)
+    backward = sum(e.duration for e in events if e.name.startswith("autograd::engine::eval"))
+    counts = {name: sum(e.name == key for e in events) for key, name in COLLECTIVES.items()}
     return {"collectives": counts, "backward_cpu_ms": backward / 1e3}
 
 
