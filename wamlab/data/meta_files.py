@@ -177,20 +177,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return typed(read_json(path), OBJECT, f"{path}: it")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line.
-
-    Raises:
-        DatasetError: missing, a Git-LFS pointer, not UTF-8, or a line that is not a JSON object.
-    """
-    return [row for _, row in numbered_lines(path)]
-
-
 def numbered_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every line of a file of one JSON object a line, each with where it stands.
 
     Raises:
-        DatasetError: as `read_lines`.
+        DatasetError: missing, a Git-LFS pointer, not UTF-8, or a line that is not a JSON object.
     """
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
