@@ -22,6 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from wamlab.config import ConfigError, lookup
 
 Cache = tuple[Tensor, Tensor]
+# FlexAttention works in tiles of 128 tokens: with fewer than two of them it has nothing to leave
+# out, and torch 2.11 hands shorter queries to a kernel made for decoding
+FLEX_FROM = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +178,7 @@ def _parallel(
 ) -> Tensor:
     """Return the noisy stream, all blocks in one pass."""
     batch, frames = block_BT.shape
-    if block_BT.is_cuda:
+    if block_BT.is_cuda and 2 * frames >= FLEX_FROM:
         mask = create_block_mask(allowed(block_BT), batch, None, 2 * frames, 2 * frames,
                                  device=str(block_BT.device))  # fmt: skip
     else:
