@@ -29,6 +29,15 @@ def test_a_profiled_step_is_split_into_its_parts(tmp_path, capsys):
     assert "ui.perfetto.dev" in capsys.readouterr().out
 
 
+def test_no_object_is_made_of_an_event_that_only_the_trace_needs(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("for 100,000 events it takes seconds")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_parse_kineto_results", refuse)
+    path = profile_steps(lambda: torch.ones(8).sum(), tmp_path, dev=CPU, warmup=1, active=2)
+    assert len(split_steps(read_trace(path))) == 2
+
+
 def test_bounds_and_names_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="record 1 to 3 steps"):
         profile_steps(lambda: None, tmp_path, dev=CPU, active=10)
