@@ -26,6 +26,7 @@ FPS = 15
 WORKING = [n for n in DECODERS if "cuda" not in n and decoder_status(n) is None]
 # what a library cannot read exactly, it must refuse by name
 MAY_REFUSE = {("decord", "edited"), ("opencv", "av1"), ("decord", "half_turn")}
+MAY_REFUSE.add(("decord", "turned"))  # 96 pixels wide: 3.4 cannot copy them on CPUs with AVX-512
 VARIABLE = [512 * k for k in range(20)]
 VARIABLE += [512 * (20 + 3 * k) for k in range(20)] + [512 * (80 + k) for k in range(20)]
 
@@ -121,7 +122,11 @@ def test_any_order_repeats_and_inexact_times(decoder, clips):
 def test_pixels_equal_those_of_pyav(decoder, clips):
     for name in ("b_frames", "turned", "odd_size"):
         seconds = frame_times(clips[name]).seconds[::7]
-        ours = DECODERS[decoder](clips[name]).frames_at(seconds).short()
+        try:
+            ours = DECODERS[decoder](clips[name]).frames_at(seconds).short()
+        except VideoError:
+            assert (decoder, name) in MAY_REFUSE
+            continue
         difference = (ours - DECODERS["pyav"](clips[name]).frames_at(seconds).short()).abs()
         assert difference.float().mean() < 2.0, name  # conversions round differently
         if decoder in ("pyav-naive", "torchcodec"):
@@ -131,7 +136,12 @@ def test_pixels_equal_those_of_pyav(decoder, clips):
 def test_a_turned_clip_stands_upright(clips):
     """D6: one orientation, that of the display matrix, on every decoder."""
     for decoder in WORKING:
-        assert DECODERS[decoder](clips["turned"]).frames_at([0.0]).shape[2:] == (160, 96)
+        try:
+            shape = DECODERS[decoder](clips["turned"]).frames_at([0.0]).shape
+        except VideoError:
+            assert (decoder, "turned") in MAY_REFUSE
+        else:
+            assert shape[2:] == (160, 96), decoder
 
 
 def test_times_past_the_end(clips):
