@@ -63,7 +63,8 @@ def test_the_ledger_says_what_was_measured_and_what_cannot_be():
     assert rows["an error of at most 2.3 cm"] == "held-out error, cm 4.0; standing still, cm 9.0"
     assert "<td" in plot_motion.ledger_table([made])
     fast = Record(name="augmentation", device="NVIDIA H200", extra={"own_ms": 0.1, "ratio": 37.0})
-    table = plot_motion.ledger_table([made], [fast, Record(name="augmentation", device="x")])
+    half = Record(name="augmentation", device="x", precision="bf16")
+    table = plot_motion.ledger_table([made], [fast, half])
     assert "<th>measured on NVIDIA H200, x</th>" in table
     assert "ms a clip 0.1; over clip by clip 37.0×" in table
 

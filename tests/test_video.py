@@ -7,6 +7,7 @@ import os
 import struct
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -26,7 +27,6 @@ FPS = 15
 WORKING = [n for n in DECODERS if "cuda" not in n and decoder_status(n) is None]
 # what a library cannot read exactly, it must refuse by name
 MAY_REFUSE = {("decord", "edited"), ("opencv", "av1"), ("decord", "half_turn")}
-MAY_REFUSE.add(("decord", "turned"))  # 96 pixels wide: 3.4 cannot copy them on CPUs with AVX-512
 VARIABLE = [512 * k for k in range(20)]
 VARIABLE += [512 * (20 + 3 * k) for k in range(20)] + [512 * (80 + k) for k in range(20)]
 
@@ -89,6 +89,16 @@ def numbers(decoder: str, clip: Path, times_s: object, name: str = "") -> list[i
     return barcode.read(frames, TURNS.get(name, 0))
 
 
+@contextlib.contextmanager
+def unless_decord_cannot_copy(decoder: str) -> Iterator[None]:
+    """On some CPUs decord 3.4 fails on some widths, 96 pixels for one; it then says so."""
+    try:
+        yield
+    except VideoError as error:
+        if decoder != "decord" or "The size must exactly match" not in str(error):
+            raise
+
+
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("decoder", WORKING)
 def test_every_frame_at_its_time(decoder, name, clips):
@@ -99,7 +109,8 @@ def test_every_frame_at_its_time(decoder, name, clips):
         with contextlib.suppress(VideoError):
             assert numbers(decoder, clips[name], seconds, name) == expected
     else:
-        assert numbers(decoder, clips[name], seconds, name) == expected
+        with unless_decord_cannot_copy(decoder):
+            assert numbers(decoder, clips[name], seconds, name) == expected
 
 
 @pytest.mark.parametrize("decoder", WORKING)
@@ -122,26 +133,19 @@ def test_any_order_repeats_and_inexact_times(decoder, clips):
 def test_pixels_equal_those_of_pyav(decoder, clips):
     for name in ("b_frames", "turned", "odd_size"):
         seconds = frame_times(clips[name]).seconds[::7]
-        try:
+        with unless_decord_cannot_copy(decoder):
             ours = DECODERS[decoder](clips[name]).frames_at(seconds).short()
-        except VideoError:
-            assert (decoder, name) in MAY_REFUSE
-            continue
-        difference = (ours - DECODERS["pyav"](clips[name]).frames_at(seconds).short()).abs()
-        assert difference.float().mean() < 2.0, name  # conversions round differently
-        if decoder in ("pyav-naive", "torchcodec"):
-            assert difference.max() == 0, name
+            difference = (ours - DECODERS["pyav"](clips[name]).frames_at(seconds).short()).abs()
+            assert difference.float().mean() < 2.0, name  # conversions round differently
+            if decoder in ("pyav-naive", "torchcodec"):
+                assert difference.max() == 0, name
 
 
 def test_a_turned_clip_stands_upright(clips):
     """D6: one orientation, that of the display matrix, on every decoder."""
     for decoder in WORKING:
-        try:
-            shape = DECODERS[decoder](clips["turned"]).frames_at([0.0]).shape
-        except VideoError:
-            assert (decoder, "turned") in MAY_REFUSE
-        else:
-            assert shape[2:] == (160, 96), decoder
+        with unless_decord_cannot_copy(decoder):
+            assert DECODERS[decoder](clips["turned"]).frames_at([0.0]).shape[2:] == (160, 96)
 
 
 def test_times_past_the_end(clips):

@@ -212,7 +212,7 @@ class Decord(VideoDecoder):
         self._prove(wanted, now, self.times.seconds)
         try:
             frames = self._file.get_batch(wanted).asnumpy()
-        except self._decord.DECORDError as error:  # 3.4 with AVX-512: 96 pixels wide, for one
+        except self._decord.DECORDError as error:  # on some CPUs 3.4 fails on some widths
             raise self._error(_first_line(error)) from error
         height, width = self.times.height, self.times.width
         if not self.times.rotation:

@@ -203,10 +203,8 @@ def ledger_table(records: Sequence[Record], elsewhere: Sequence[Record] = ()) ->
         records: of scope "motion", measured on this machine.
         elsewhere: committed records of another machine, in a column of its name.
     """
-    titles, columns = (
-        ["the article says", "its own numbers say", "measured here"],
-        [ledger(records)],
-    )
+    titles = ["the article says", "its own numbers say", "measured here"]
+    columns = [ledger(records)]
     if elsewhere:
         devices = dict.fromkeys(r.device for r in elsewhere)
         titles.append(f"measured on {', '.join(devices)}")

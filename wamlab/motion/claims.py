@@ -115,12 +115,12 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def ledger(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return (claim, check, measured) rows; the first record of a name counts.
+    """Return (claim, check, measured) rows; the last record of a name counts, bf16 aside.
 
     Args:
         records: of scope "motion"; a claim whose record is missing says "not measured here".
     """
-    by_name = {r.name: r for r in reversed(records)}
+    by_name = {r.name: r for r in records if r.precision != "bf16"}
     return [(c.text, c.check, _found(c, by_name.get(c.record))) for c in CLAIMS]
 
 

@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from wamlab.config import ConfigError, lookup
 
 Cache = tuple[Tensor, Tensor]
-# FlexAttention works in tiles of 128 tokens: with fewer than two of them it has nothing to leave
-# out, and torch 2.11 hands shorter queries to a kernel made for decoding
+# tokens. FlexAttention works in tiles of 128: with fewer than two of them it has nothing to leave
+# out, and torch hands queries of less than one to a kernel made for decoding
 FLEX_FROM = 256
 
 
