@@ -29,6 +29,8 @@ CONSEQUENCES = (
     "NCCL",
 )
 
+CAUSE_S = 1.0  # how long a rank that a peer's end threw out waits for that peer to say why
+
 
 def leave_quickly(code: list[int]) -> None:
     """End this process where the interpreter would go on to take apart torch's modules, for 1 s.
@@ -75,7 +77,19 @@ def run_rank(folder: RunFolder) -> int:
         refused = isinstance(error, UserError)
         report = {"error": text, "refused": refused, "secondary": secondary}
     folder.write(f"ranks/{rank}.json", {**report, "time": time.time()})
+    if report.get("secondary"):
+        _await_cause(folder)
     return 0 if "ok" in report else 1
+
+
+def _await_cause(folder: RunFolder) -> None:
+    """Stay for up to CAUSE_S, until another rank has said why: this one's end ends the others."""
+    end = time.monotonic() + CAUSE_S
+    while time.monotonic() < end:
+        reports = [folder.read(f"ranks/{p.name}") or {} for p in folder.path.glob("ranks/*.json")]
+        if any("error" in r and not r["secondary"] for r in reports):
+            return
+        time.sleep(0.02)
 
 
 def _print_error(error: BaseException) -> None:
